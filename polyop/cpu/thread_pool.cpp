@@ -1,0 +1,150 @@
+#include "polyop/cpu/thread_pool.h"
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <limits>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace polyop::cpu {
+namespace {
+
+// A worker that finds no job spins this many pauses (about 100 us) before it sleeps: the gap between two operators of a
+// decode step is a few microseconds of Python, and a futex wake costs more than that.
+constexpr int kSpinPauses = 3000;
+
+thread_local bool inside_task = false;
+
+// Threads do not survive fork(): a child runs everything on the caller.
+std::atomic<bool> forked_child{false};
+
+void spin_pause() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+int default_num_threads() {
+  if (const char* value = std::getenv("POLYOP_NUM_THREADS")) {
+    const int requested = std::atoi(value);
+    if (requested > 0) return requested;
+  }
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof(set), &set) == 0) return std::max(1, CPU_COUNT(&set));
+  return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+}
+
+}  // namespace
+
+ThreadPool& ThreadPool::shared() {
+  // Never destroyed: worker threads may still sleep in it when static destructors of the host process run.
+  static ThreadPool* pool = [] {
+    pthread_atfork(nullptr, nullptr, [] { forked_child.store(true, std::memory_order_relaxed); });
+    return new ThreadPool(default_num_threads());
+  }();
+  return *pool;
+}
+
+ThreadPool::ThreadPool(int num_threads) : num_threads_(std::max(1, num_threads)) { start_workers(); }
+
+ThreadPool::~ThreadPool() { stop_workers(); }
+
+void ThreadPool::set_num_threads(int num_threads) {
+  std::lock_guard lock(job_mutex_);
+  stop_workers();
+  num_threads_ = std::max(1, num_threads);
+  start_workers();
+}
+
+void ThreadPool::start_workers() {
+  stopping_.store(false);
+  for (int thread = 1; thread < num_threads_; ++thread) {
+    workers_.emplace_back([this, thread] { worker_main(thread); });
+  }
+}
+
+void ThreadPool::stop_workers() {
+  if (forked_child.load(std::memory_order_relaxed)) {
+    for (std::thread& worker : workers_) worker.detach();
+  }
+  stopping_.store(true);
+  job_number_.fetch_add(1, std::memory_order_release);
+  job_number_.notify_all();
+  for (std::thread& worker : workers_) {
+    if (worker.joinable()) worker.join();
+  }
+  workers_.clear();
+}
+
+bool ThreadPool::claim(uint32_t job, int thread) {
+  uint64_t ticket = ticket_.load(std::memory_order_acquire);
+  while (true) {
+    const auto unclaimed = static_cast<uint32_t>(ticket);
+    if (static_cast<uint32_t>(ticket >> 32) != job || unclaimed == 0) return false;
+    if (!ticket_.compare_exchange_weak(ticket, ticket - 1, std::memory_order_acq_rel)) continue;
+    // The job cannot end before this task has: what it published stays valid here.
+    const uint32_t task = num_tasks_.load(std::memory_order_relaxed) - unclaimed;
+    inside_task = true;
+    fn_(context_, first_task_ + task, thread);
+    inside_task = false;
+    done_.fetch_add(1, std::memory_order_release);  // shows the task's writes to the caller that waits in run_job
+    return true;
+  }
+}
+
+void ThreadPool::worker_main(int thread) {
+  uint32_t seen = job_number_.load(std::memory_order_acquire);
+  // A job may have started between the thread's creation and here: its tickets are claimed below all the same.
+  while (!stopping_.load(std::memory_order_acquire)) {
+    while (claim(seen, thread)) {
+    }
+    int spins = 0;
+    uint32_t current = job_number_.load(std::memory_order_acquire);
+    while (current == seen) {
+      if (++spins < kSpinPauses) {
+        spin_pause();
+      } else {
+        job_number_.wait(seen, std::memory_order_acquire);
+      }
+      current = job_number_.load(std::memory_order_acquire);
+    }
+    seen = current;
+  }
+}
+
+void ThreadPool::run_job(uint32_t num_tasks) {
+  done_.store(0, std::memory_order_relaxed);
+  num_tasks_.store(num_tasks, std::memory_order_relaxed);
+  const uint32_t job = job_number_.load(std::memory_order_relaxed) + 1;
+  ticket_.store(static_cast<uint64_t>(job) << 32 | num_tasks, std::memory_order_release);
+  job_number_.store(job, std::memory_order_release);
+  job_number_.notify_all();
+  while (claim(job, 0)) {
+  }
+  while (done_.load(std::memory_order_acquire) != num_tasks) spin_pause();
+}
+
+void ThreadPool::run(int64_t num_tasks, TaskFn fn, void* context) {
+  if (num_tasks <= 0) return;
+  const bool alone = num_tasks == 1 || num_threads_ == 1 || inside_task || forked_child.load(std::memory_order_relaxed);
+  if (alone || !job_mutex_.try_lock()) {
+    for (int64_t task = 0; task < num_tasks; ++task) fn(context, task, 0);
+    return;
+  }
+  std::lock_guard lock(job_mutex_, std::adopt_lock);
+  constexpr int64_t kMaxTasksPerJob = std::numeric_limits<uint32_t>::max();
+  for (first_task_ = 0; first_task_ < num_tasks; first_task_ += kMaxTasksPerJob) {
+    fn_ = fn;
+    context_ = context;
+    run_job(static_cast<uint32_t>(std::min(num_tasks - first_task_, kMaxTasksPerJob)));
+  }
+}
+
+}  // namespace polyop::cpu
