@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# make lint: what can be checked without building. With --fix the formatters rewrite instead.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export PATH="$PWD/.venv/bin:$PATH"
+
+cpp_files() { git ls-files -z --cached --others --exclude-standard -- '*.cpp' '*.h' '*.cu' '*.cuh'; }
+
+if [ "${1:-}" = --fix ]; then
+  ruff check -q --fix-only .
+  ruff format -q .
+  cpp_files | xargs -0 -r clang-format -i
+  exit
+fi
+
+status=0
+ruff check -q . || status=1
+ruff format -q --check . || status=1
+cpp_files | xargs -0 -r clang-format --dry-run -Werror || status=1
+python tools/check_rooms.py || status=1
+exit $status
