@@ -60,8 +60,8 @@ inline bool dispatch_log_enabled() {
 
 }  // namespace internal
 
-/// The first kernel of `kernels` on `device` that takes `problem`, in `*chosen`; otherwise kUnsupported with the reason of
-/// every kernel. `op_name` starts the text.
+/// The first kernel of `kernels` on `device` that takes `problem`, in `*chosen`; otherwise kUnsupported with the reason
+/// of every kernel. `op_name` starts the text.
 template <class Problem>
 Status choose_kernel(std::string_view op_name, std::span<const Kernel<Problem>> kernels, DeviceType device,
                      const Problem& problem, const Kernel<Problem>** chosen) {
@@ -72,8 +72,8 @@ Status choose_kernel(std::string_view op_name, std::span<const Kernel<Problem>> 
     if (verdict.is_ok()) {
       if (internal::dispatch_log_enabled()) {
         std::fprintf(stderr, "polyop dispatch: %.*s runs %.*s%s%s\n", static_cast<int>(op_name.size()), op_name.data(),
-                     static_cast<int>(kernel.name.size()), kernel.name.data(), refusals.empty() ? "" : "; refused: ",
-                     refusals.c_str());
+                     static_cast<int>(kernel.name.size()), kernel.name.data(),
+                     refusals.empty() ? "" : "; refused: ", refusals.c_str());
       }
       *chosen = &kernel;
       return Status::ok();

@@ -72,7 +72,8 @@ struct F8E4M3 {
     const uint32_t magnitude = x & 0x7fffffffu;
     if (magnitude > 0x7f800000u) return {static_cast<uint8_t>(sign | 0x7fu)};
     if (magnitude >= std::bit_cast<uint32_t>(kMax)) return {static_cast<uint8_t>(sign | 0x7eu)};
-    if (magnitude < 0x3c800000u) {  // below 2^-6: steps of 2^-9; adding 2^14 leaves the rounded multiple in the low bits
+    if (magnitude <
+        0x3c800000u) {  // below 2^-6: steps of 2^-9; adding 2^14 leaves the rounded multiple in the low bits
       const float shifted = std::bit_cast<float>(magnitude) + 0x1p14f;
       return {static_cast<uint8_t>(sign | (std::bit_cast<uint32_t>(shifted) & 0xffu))};
     }

@@ -1,5 +1,5 @@
-// Status: the result of every operation of the library that can fail. `core` and `ops` never throw, exit or print; a host
-// translates a Status in exactly one function.
+// Status: the result of every operation of the library that can fail. `core` and `ops` never throw, exit or print; a
+// host translates a Status in exactly one function.
 #pragma once
 
 #include <cstdint>
@@ -70,7 +70,7 @@ inline Status internal_error(std::string message) { return {StatusCode::kInterna
 }  // namespace polyop
 
 /// Leaves the enclosing function with the Status of `expression` when it is not ok.
-#define POLYOP_RETURN_IF_ERROR(expression)                        \
-  do {                                                            \
+#define POLYOP_RETURN_IF_ERROR(expression)                                                              \
+  do {                                                                                                  \
     if (::polyop::Status polyop_status_ = (expression); !polyop_status_.is_ok()) return polyop_status_; \
   } while (false)

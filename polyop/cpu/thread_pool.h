@@ -11,9 +11,9 @@
 
 namespace polyop::cpu {
 
-/// A fixed set of workers that run numbered tasks. Tasks are claimed in ascending order, so put the longest first. Which
-/// thread runs a task is not fixed: results must not depend on it. A call from inside a task, from a second thread while
-/// the pool is busy, or in a forked child runs its tasks on the caller alone.
+/// A fixed set of workers that run numbered tasks. Tasks are claimed in ascending order, so put the longest first.
+/// Which thread runs a task is not fixed: results must not depend on it. A call from inside a task, from a second
+/// thread while the pool is busy, or in a forked child runs its tasks on the caller alone.
 class ThreadPool {
  public:
   /// The process-wide pool: POLYOP_NUM_THREADS threads, else one for each processor this process may run on.
@@ -30,12 +30,13 @@ class ThreadPool {
   /// Changes the number of threads (at least 1). Waits for a running job.
   void set_num_threads(int num_threads);
 
-  /// Calls fn(task, thread) for each task in [0, num_tasks), thread in [0, num_threads()); returns when all are done. What
-  /// the tasks wrote is visible to the caller.
+  /// Calls fn(task, thread) for each task in [0, num_tasks), thread in [0, num_threads()); returns when all are done.
+  /// What the tasks wrote is visible to the caller.
   template <class Fn>
   void parallel_for(int64_t num_tasks, Fn&& fn) {
     using Function = std::remove_reference_t<Fn>;
-    run(num_tasks, [](void* context, int64_t task, int thread) { (*static_cast<Function*>(context))(task, thread); },
+    run(
+        num_tasks, [](void* context, int64_t task, int thread) { (*static_cast<Function*>(context))(task, thread); },
         const_cast<std::remove_const_t<Function>*>(&fn));
   }
 
