@@ -30,8 +30,9 @@ Status check_ragged_batch(const RaggedBatchLengths& lengths, const RaggedBatchAr
     if (query < 0 || past < 0 || query > kMaxLength || past > kMaxLength - query ||
         sums.num_tokens > kMaxLength - query) {
       return invalid_argument("ragged batch: sequence " + std::to_string(i) + " has " + std::to_string(query) +
-                              " new and " + std::to_string(past) + " past tokens; wanted numbers that are not negative" +
-                              " and sums of at most " + std::to_string(kMaxLength));
+                              " new and " + std::to_string(past) +
+                              " past tokens; wanted numbers that are not negative" + " and sums of at most " +
+                              std::to_string(kMaxLength));
     }
     sums.num_tokens += query;
     sums.max_kv_length = std::max(sums.max_kv_length, past + query);
@@ -55,7 +56,8 @@ Status fill_ragged_batch(const RaggedBatchLengths& lengths, const RaggedBatchArr
     const auto past = static_cast<int32_t>(lengths.past_tokens[i]);
     arrays.write_positions[i] = past;
     arrays.kv_lengths[i] = past + query;
-    for (int32_t token = 0; token < query; ++token) arrays.position_ids[static_cast<size_t>(row + token)] = past + token;
+    for (int32_t token = 0; token < query; ++token)
+      arrays.position_ids[static_cast<size_t>(row + token)] = past + token;
     row += query;
     arrays.query_offsets[i + 1] = row;
     arrays.logits_rows[i] = query > 0 ? row - 1 : -1;

@@ -34,7 +34,6 @@ Status check_ragged_batch(const RaggedBatchLengths& lengths, const RaggedBatchAr
                           RaggedBatchTotals* totals);
 
 /// check_ragged_batch, then writes the arrays. A refused batch leaves them untouched.
-Status fill_ragged_batch(const RaggedBatchLengths& lengths, const RaggedBatchArrays& arrays,
-                         RaggedBatchTotals* totals);
+Status fill_ragged_batch(const RaggedBatchLengths& lengths, const RaggedBatchArrays& arrays, RaggedBatchTotals* totals);
 
 }  // namespace polyop::runtime
