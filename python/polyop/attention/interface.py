@@ -510,12 +510,8 @@ class AttentionBackend:
                 )
             if k_pages.dtype != k.dtype:
                 raise ValueError(f"{self.name}: k is {k.dtype}; the cache is {k_pages.dtype}")
-        head_dim = self.head_dim
-        return (
-            q.unflatten(-1, (self.num_heads, head_dim)),
-            k.unflatten(-1, (self.num_kv_heads, head_dim)),
-            v.unflatten(-1, (self.num_kv_heads, head_dim)),
-        )
+        kv_shape = (num_tokens, self.num_kv_heads, self.head_dim)
+        return q.view(num_tokens, self.num_heads, self.head_dim), k.view(kv_shape), v.view(kv_shape)
 
     def _check_operand(self, what: str, tensor: torch.Tensor, rows: int, width: int, like: torch.Tensor) -> None:
         if tensor.shape != (rows, width):

@@ -107,7 +107,7 @@ class VanillaAttention(AttentionBackend):
             q, k = rotate(q, positions, cos_sin, is_neox), rotate(k, positions, cos_sin, is_neox)
         if output is None:
             output = torch.empty(metadata.num_tokens, self.q_size, dtype=q.dtype, device=q.device)
-        output_heads = output.unflatten(-1, (self.num_heads, self.head_dim))
+        output_heads = output.view(metadata.num_tokens, self.num_heads, self.head_dim)
         start = 0
         for i, num_queries in enumerate(metadata.query_lens):
             rows = slice(start, start + num_queries)

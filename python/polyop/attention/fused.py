@@ -1,0 +1,108 @@
+"""fused: this library's own operators over the paged cache. Three operator calls a layer, called directly.
+
+``prepare()`` writes lengths, positions and page tables once per step into buffers that never move; a layer rotates q
+and k in place, appends k and v to the cache and attends. Only views are made on the way.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from polyop.ops import attention, kv_cache_update, rotary_embedding
+
+from .interface import (
+    AttentionBackend,
+    AttentionMask,
+    AttentionMetadata,
+    PositionalEmbeddingParams,
+    PredefinedAttentionMask,
+    QuantConfig,
+)
+from .registry import register_attention_backend
+from .rope import rope_cos_sin_table
+
+
+class FusedAttentionMetadata(AttentionMetadata):
+    """Metadata of fused: the predefined fields and step buffers are all its operators read."""
+
+
+@register_attention_backend("fused", aliases=("trtllm",))
+class FusedAttention(AttentionBackend):
+    """rotary_embedding, kv_cache_update and attention of polyop.ops."""
+
+    Metadata = FusedAttentionMetadata
+
+    def __init__(
+        self,
+        layer_idx: int,
+        num_heads: int,
+        head_dim: int,
+        num_kv_heads: int | None = None,
+        quant_config: QuantConfig | None = None,
+        pos_embd_params: PositionalEmbeddingParams | None = None,
+        *,
+        q_scaling: float = 1.0,
+    ) -> None:
+        """See AttentionBackend; also makes (or finds) the cos/sin table of pos_embd_params.
+
+        Raises:
+            ValueError, NotImplementedError: as AttentionBackend; also a rope scaling type without a table.
+        """
+        super().__init__(
+            layer_idx, num_heads, head_dim, num_kv_heads, quant_config, pos_embd_params, q_scaling=q_scaling
+        )
+        self._interleaved = pos_embd_params is not None and not pos_embd_params.is_neox
+        if pos_embd_params is not None:
+            rope_cos_sin_table(pos_embd_params.rope)
+
+    @classmethod
+    def support_fused_rope(cls) -> bool:
+        """True: rotary embedding is applied when pos_embd_params is given."""
+        return True
+
+    @classmethod
+    def support_fused_qkv(cls) -> bool:
+        """True: one packed tensor is accepted as q."""
+        return True
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        metadata: FusedAttentionMetadata,
+        *,
+        attention_mask: AttentionMask | None = PredefinedAttentionMask.CAUSAL,
+        output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See AttentionBackend.forward. With pos_embd_params, q and k are rotated in place."""
+        q, k, v = self.check_inputs(q, k, v, metadata, attention_mask, output)
+        num_tokens = metadata.num_tokens
+        if output is None:
+            output = torch.empty(num_tokens, self.q_size, dtype=q.dtype, device=q.device)
+        if num_tokens == 0:
+            return output
+        if self.pos_embd_params is not None:
+            cos_sin = rope_cos_sin_table(self.pos_embd_params.rope, q.device)
+            rotary_embedding(q, k, cos_sin, metadata.token_positions, interleaved=self._interleaved, q_out=q, k_out=k)
+        options = {
+            "query_offsets": metadata.query_offsets,
+            "causal": "none" if attention_mask is PredefinedAttentionMask.FULL else "lower_right",
+            "scale": self.scale,
+            "out": output.view(num_tokens, self.num_heads, self.head_dim),
+        }
+        if metadata.uses_cache:
+            k_pages, v_pages = metadata.kv_cache_manager.get_buffers(self.layer_idx)
+            kv_cache_update(
+                k_pages,
+                v_pages,
+                k,
+                v,
+                update_offsets=metadata.query_offsets,
+                write_positions=metadata.write_positions,
+                page_table=metadata.page_table,
+            )
+            attention(q, k_pages, v_pages, kv_lengths=metadata.kv_lengths, page_table=metadata.page_table, **options)
+        else:
+            attention(q, k, v, kv_offsets=metadata.query_offsets, kv_form="packed", **options)
+        return output
