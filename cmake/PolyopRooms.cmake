@@ -21,7 +21,7 @@ function(polyop_compile_options target)
     target_compile_options(${target} PRIVATE -Wall -Wextra -Wpedantic)
     if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
       # Two false alarms of GCC in its own headers: "text" + std::string (bug 105651) and std::sort of fewer than 16
-      # elements (bug 107852).
+      # elements (bug 104165).
       target_compile_options(${target} PRIVATE -Wno-restrict -Wno-array-bounds)
     endif()
   endif()
