@@ -1,8 +1,8 @@
 """Prefill and decode of SmolLM2-135M in INT4 against llama.cpp on the GGUF it was quantized from, same threads.
 
-Each side runs in processes of its own, in turns, so that neither's threads nor memory meet the other's. Both get the same
-256 prompt tokens and then decode 64 one by one. The peer's time is its evaluation alone (no sampling); ours is the whole
-engine step, sampling and bookkeeping included. Needs `make demo` once, for the quantized model.
+Each side runs in processes of its own, in turns, so that neither's threads nor memory meet the other's. Both get the
+same 256 prompt tokens and then decode 64 one by one. The peer's time is its evaluation alone (no sampling); ours is the
+whole engine step, sampling and bookkeeping included. Needs `make demo` once, for the quantized model.
 """
 
 from __future__ import annotations
