@@ -1,6 +1,5 @@
 #include "polyop/core/memory_overlap.h"
 
-#include <algorithm>
 #include <cstdint>
 
 namespace polyop {
@@ -24,13 +23,16 @@ int outermost_axis(const TensorView& tensor) {
 }  // namespace
 
 bool overlaps_itself(const TensorView& tensor) {
-  std::array<int, kMaxRank> order;
+  std::array<int, kMaxRank> order;  // axes of more than one element, by rising stride
   int count = 0;
   for (int axis = 0; axis < tensor.rank; ++axis) {
     if (tensor.shape[axis] == 0) return false;
-    if (tensor.shape[axis] > 1) order[count++] = axis;
+    if (tensor.shape[axis] == 1) continue;
+    int place = count++;
+    for (; place > 0 && tensor.strides[order[place - 1]] > tensor.strides[axis]; --place)
+      order[place] = order[place - 1];
+    order[place] = axis;
   }
-  std::sort(order.begin(), order.begin() + count, [&](int a, int b) { return tensor.strides[a] < tensor.strides[b]; });
   int64_t reach = 0;  // farthest element of the axes so far; the next stride must step past it
   for (int i = 0; i < count; ++i) {
     if (tensor.strides[order[i]] <= reach) return true;

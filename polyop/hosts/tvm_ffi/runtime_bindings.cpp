@@ -14,6 +14,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "polyop/hosts/tvm_ffi/error_translation.h"
 #include "polyop/runtime/kv_page_tables.h"
 #include "polyop/runtime/ragged_batch.h"
 
@@ -42,14 +43,6 @@ class PageTables : public ffi::ObjectRef {
 
 // ---- translation ----------------------------------------------------------------------------------------------------
 
-void check(const Status& status) {
-  if (status.is_ok()) return;
-  const char* kind = status.code() == StatusCode::kInvalidArgument ? "ValueError"
-                     : status.code() == StatusCode::kUnsupported   ? "NotImplementedError"
-                                                                   : "RuntimeError";
-  throw ffi::Error(kind, status.message(), "");
-}
-
 std::vector<int64_t> to_vector(const ffi::Array<int64_t>& values) {
   std::vector<int64_t> out;
   out.reserve(values.size());
@@ -64,8 +57,8 @@ void check_i32_host(const char* function, const char* name, const ffi::TensorVie
   const bool is_host = tensor.device().device_type == kDLCPU || tensor.device().device_type == kDLCUDAHost;
   if (is_i32 && is_host && tensor.ndim() == rank && (tensor.size(rank - 1) <= 1 || tensor.stride(rank - 1) == 1))
     return;
-  check(invalid_argument(std::string(function) + ": " + name + " must be an i32 host tensor of rank " +
-                         std::to_string(rank) + " with last stride 1"));
+  throw_if_error(invalid_argument(std::string(function) + ": " + name + " must be an i32 host tensor of rank " +
+                                  std::to_string(rank) + " with last stride 1"));
 }
 
 int32_t* i32_data(const ffi::TensorView& tensor) {
@@ -80,7 +73,7 @@ std::span<int32_t> i32_span(const char* name, const ffi::TensorView& tensor) {
 // ---- functions ------------------------------------------------------------------------------------------------------
 
 PageTables create_page_tables(int64_t num_pages, int64_t page_size, int64_t max_tokens_per_sequence) {
-  check(KvPageTables::validate(num_pages, page_size, max_tokens_per_sequence));
+  throw_if_error(KvPageTables::validate(num_pages, page_size, max_tokens_per_sequence));
   return PageTables(ffi::make_object<PageTablesObj>(num_pages, page_size, max_tokens_per_sequence));
 }
 
@@ -94,31 +87,31 @@ ffi::Optional<ffi::Tuple<ffi::String, int64_t, int64_t, int64_t>> reserve(const 
     return ffi::Tuple<ffi::String, int64_t, int64_t, int64_t>(ffi::String(status.message()), shortage.request_id,
                                                               shortage.needed_pages, shortage.free_pages);
   }
-  check(status);
+  throw_if_error(status);
   return std::nullopt;
 }
 
 ffi::Array<int64_t> pages(const PageTables& handle, int64_t request_id) {
   std::span<const int32_t> held;
-  check(handle->tables.pages(request_id, &held));
+  throw_if_error(handle->tables.pages(request_id, &held));
   return ffi::Array<int64_t>(std::vector<int64_t>(held.begin(), held.end()));
 }
 
 int64_t num_tokens(const PageTables& handle, int64_t request_id) {
   int64_t tokens = 0;
-  check(handle->tables.num_tokens(request_id, &tokens));
+  throw_if_error(handle->tables.num_tokens(request_id, &tokens));
   return tokens;
 }
 
 void fill_page_table(const PageTables& handle, const ffi::Array<int64_t>& request_ids, ffi::TensorView table) {
   check_i32_host("fill_page_table", "table", table, 2);
   if (static_cast<int64_t>(request_ids.size()) > table.size(0)) {
-    check(invalid_argument("fill_page_table: table has " + std::to_string(table.size(0)) + " rows; got " +
-                           std::to_string(request_ids.size()) + " request ids"));
+    throw_if_error(invalid_argument("fill_page_table: table has " + std::to_string(table.size(0)) + " rows; got " +
+                                    std::to_string(request_ids.size()) + " request ids"));
   }
   constexpr int32_t kPadding = 0;
-  check(handle->tables.fill_page_table(to_vector(request_ids), i32_data(table), table.size(1), table.stride(0),
-                                       kPadding));
+  throw_if_error(handle->tables.fill_page_table(to_vector(request_ids), i32_data(table), table.size(1), table.stride(0),
+                                                kPadding));
 }
 
 /// Each request once, known, and with room for its length after the step.
@@ -157,20 +150,21 @@ void fill_step(const ffi::Optional<PageTables>& handle, const ffi::Array<int64_t
                                           .logits_rows = i32_span("logits_rows", logits_rows),
                                           .position_ids = i32_span("position_ids", position_ids)};
   runtime::RaggedBatchTotals totals;
-  check(runtime::check_ragged_batch(lengths, arrays, &totals));
+  throw_if_error(runtime::check_ragged_batch(lengths, arrays, &totals));
   if (handle.has_value()) {
     check_i32_host("fill_step", "page_table", page_table, 2);
     const KvPageTables& tables = handle.value()->tables;
     if (ids.size() != query_tokens.size() || static_cast<int64_t>(ids.size()) > page_table.size(0)) {
-      check(invalid_argument("fill_step: got " + std::to_string(ids.size()) + " request ids and " +
-                             std::to_string(query_tokens.size()) + " lengths; page_table has " +
-                             std::to_string(page_table.size(0)) + " rows"));
+      throw_if_error(invalid_argument("fill_step: got " + std::to_string(ids.size()) + " request ids and " +
+                                      std::to_string(query_tokens.size()) + " lengths; page_table has " +
+                                      std::to_string(page_table.size(0)) + " rows"));
     }
-    check(check_room(tables, ids, lengths));
+    throw_if_error(check_room(tables, ids, lengths));
     constexpr int32_t kPadding = -1;  // no page: a kernel that reads past a length is caught by its bounds check
-    check(tables.fill_page_table(ids, i32_data(page_table), page_table.size(1), page_table.stride(0), kPadding));
+    throw_if_error(
+        tables.fill_page_table(ids, i32_data(page_table), page_table.size(1), page_table.stride(0), kPadding));
   }
-  check(runtime::fill_ragged_batch(lengths, arrays, &totals));
+  throw_if_error(runtime::fill_ragged_batch(lengths, arrays, &totals));
 }
 
 }  // namespace
@@ -182,9 +176,9 @@ void register_runtime_functions() {
       .def("polyop.runtime.create_page_tables", create_page_tables)
       .def("polyop.runtime.reserve", reserve)
       .def("polyop.runtime.rewind", [](const PageTables& handle, int64_t request_id,
-                                       int64_t tokens) { check(handle->tables.rewind(request_id, tokens)); })
+                                       int64_t tokens) { throw_if_error(handle->tables.rewind(request_id, tokens)); })
       .def("polyop.runtime.release",
-           [](const PageTables& handle, int64_t request_id) { check(handle->tables.release(request_id)); })
+           [](const PageTables& handle, int64_t request_id) { throw_if_error(handle->tables.release(request_id)); })
       .def("polyop.runtime.num_tokens", num_tokens)
       .def("polyop.runtime.pages", pages)
       .def("polyop.runtime.num_free_pages",

@@ -1,0 +1,251 @@
+#include "polyop/hosts/tvm_ffi/operator_bindings.h"
+
+#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/extra/c_env_api.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/reflection/registry.h>
+#include <tvm/ffi/string.h>
+
+#include <array>
+#include <string>
+#include <vector>
+
+#include "polyop/core/call.h"
+#include "polyop/cpu/thread_pool.h"
+#include "polyop/hosts/tvm_ffi/error_translation.h"
+#include "polyop/ops/operators.h"
+
+namespace polyop::tvm_ffi_host {
+namespace {
+
+namespace ffi = ::tvm::ffi;
+
+std::string argument_name(const OpSchema& schema, size_t index) {
+  const size_t num_operands = schema.operands().size();
+  return schema.name() + ": " +
+         (index < num_operands ? schema.operands()[index].name
+                               : "attribute " + schema.attributes()[index - num_operands].name);
+}
+
+Status to_dtype(DLDataType dtype, DType* result) {
+  const auto is = [&](int code, int bits) { return dtype.code == code && dtype.bits == bits && dtype.lanes == 1; };
+  if (is(kDLFloat, 32))
+    *result = DType::kF32;
+  else if (is(kDLFloat, 16))
+    *result = DType::kF16;
+  else if (is(kDLBfloat, 16))
+    *result = DType::kBF16;
+  else if (is(kDLFloat8_e4m3fn, 8))
+    *result = DType::kF8E4M3;
+  else if (is(kDLInt, 64))
+    *result = DType::kI64;
+  else if (is(kDLInt, 32))
+    *result = DType::kI32;
+  else if (is(kDLInt, 8))
+    *result = DType::kI8;
+  else if (is(kDLUInt, 8))
+    *result = DType::kU8;
+  else if (is(kDLBool, 8))
+    *result = DType::kBool;
+  else
+    return invalid_argument("has a dtype that polyop does not know (DLPack code " + std::to_string(dtype.code) + ", " +
+                            std::to_string(dtype.bits) + " bits)");
+  return Status::ok();
+}
+
+Status to_tensor_view(const DLTensor& tensor, TensorView* view) {
+  if (tensor.ndim > kMaxRank) {
+    return invalid_argument("has rank " + std::to_string(tensor.ndim) + ", wanted at most " + std::to_string(kMaxRank));
+  }
+  POLYOP_RETURN_IF_ERROR(to_dtype(tensor.dtype, &view->dtype));
+  switch (tensor.device.device_type) {
+    case kDLCPU:
+    case kDLCUDAHost:
+      view->device = {DeviceType::kCpu, 0};
+      break;
+    case kDLCUDA:
+      view->device = {DeviceType::kCuda, tensor.device.device_id};
+      break;
+    default:
+      return invalid_argument("is on a device that polyop does not know (DLPack device type " +
+                              std::to_string(static_cast<int>(tensor.device.device_type)) + ")");
+  }
+  if (tensor.strides == nullptr) {  // DLPack before 1.2: dense row-major
+    *view = TensorView::contiguous(nullptr, view->dtype, tensor.shape, tensor.ndim, view->device);
+  } else {
+    view->rank = tensor.ndim;
+    for (int axis = 0; axis < tensor.ndim; ++axis) {
+      view->shape[axis] = tensor.shape[axis];
+      view->strides[axis] = tensor.strides[axis];
+    }
+  }
+  view->data = tensor.data == nullptr ? nullptr : static_cast<char*>(tensor.data) + tensor.byte_offset;
+  return Status::ok();
+}
+
+/// Lists that an attribute borrows for the length of one call.
+struct ListStorage {
+  std::vector<int64_t> integers;
+  std::vector<double> reals;
+  std::string text;
+};
+
+Status to_attribute(ffi::AnyView argument, AttributeKind kind, ListStorage* storage, AttributeValue* value) {
+  switch (argument.type_index()) {
+    case ffi::TypeIndex::kTVMFFINone:
+      return Status::ok();
+    case ffi::TypeIndex::kTVMFFIBool:
+      *value = AttributeValue::of_bool(argument.cast<bool>());
+      return Status::ok();
+    case ffi::TypeIndex::kTVMFFIInt:
+      *value = AttributeValue::of_int(argument.cast<int64_t>());
+      return Status::ok();
+    case ffi::TypeIndex::kTVMFFIFloat:
+      *value = AttributeValue::of_float(argument.cast<double>());
+      return Status::ok();
+    default:
+      break;
+  }
+  if (auto text = argument.try_cast<ffi::String>()) {
+    storage->text.assign(text->data(), text->size());
+    *value = AttributeValue::of_text(storage->text);
+    return Status::ok();
+  }
+  if (kind == AttributeKind::kIntList) {
+    if (auto list = argument.try_cast<ffi::Array<int64_t>>()) {
+      storage->integers.assign(list->begin(), list->end());
+      *value = AttributeValue::of_ints(storage->integers);
+      return Status::ok();
+    }
+  }
+  if (kind == AttributeKind::kFloatList) {
+    if (auto list = argument.try_cast<ffi::Array<double>>()) {
+      storage->reals.assign(list->begin(), list->end());
+      *value = AttributeValue::of_floats(storage->reals);
+      return Status::ok();
+    }
+  }
+  return invalid_argument("has the wrong kind of value (" + argument.GetTypeKey() + ")");
+}
+
+[[noreturn]] void fail_argument(const OpSchema& schema, size_t index, const Status& status) {
+  throw_if_error({status.code(), argument_name(schema, index) + " " + status.message()});
+  __builtin_unreachable();
+}
+
+/// Arguments of one call as core wants them; lives as long as the call.
+struct CallArguments {
+  std::array<TensorView, kMaxOperands> views;
+  std::array<const TensorView*, kMaxOperands> operands{};
+  std::array<AttributeValue, kMaxAttributes> attributes{};
+  std::array<ListStorage, kMaxAttributes> lists;
+
+  /// Reads operands in schema order (None where absent; outputs are left out when !with_outputs), then attributes in
+  /// schema order (None: the default).
+  void read(const OpSchema& schema, ffi::PackedArgs args, bool with_outputs) {
+    int next = 0;
+    for (size_t i = 0; i < schema.operands().size(); ++i) {
+      if (!with_outputs && schema.operands()[i].role == OperandRole::kOutput) continue;
+      if (next >= args.size()) fail_count(schema, args.size());
+      const ffi::AnyView argument = args[next++];
+      if (argument.type_index() == ffi::TypeIndex::kTVMFFINone) continue;
+      const auto tensor = argument.try_cast<DLTensor*>();
+      const Status status = tensor ? to_tensor_view(**tensor, &views[i]) : invalid_argument("is no tensor");
+      if (!status.is_ok()) fail_argument(schema, i, status);
+      operands[i] = &views[i];
+    }
+    const size_t num_attributes = schema.attributes().size();
+    if (args.size() - next != static_cast<int>(num_attributes)) fail_count(schema, args.size());
+    for (size_t i = 0; i < num_attributes; ++i) {
+      const Status status = to_attribute(args[next++], schema.attributes()[i].kind, &lists[i], &attributes[i]);
+      if (!status.is_ok()) fail_argument(schema, schema.operands().size() + i, status);
+    }
+  }
+
+  [[nodiscard]] std::span<const TensorView* const> operand_span(const OpSchema& schema) const {
+    return std::span(operands).first(schema.operands().size());
+  }
+  [[nodiscard]] std::span<const AttributeValue> attribute_span(const OpSchema& schema) const {
+    return std::span<const AttributeValue>(attributes).first(schema.attributes().size());
+  }
+
+ private:
+  static void fail_count(const OpSchema& schema, int count) {
+    throw_if_error(invalid_argument(schema.name() + ": got " + std::to_string(count) +
+                                    " arguments; the schema's operands and attributes are wanted, one each"));
+  }
+};
+
+Stream current_stream(Device device) {
+  if (device.type == DeviceType::kCpu) return {};
+  return {TVMFFIEnvGetStream(kDLCUDA, device.index)};
+}
+
+/// Runs an operator. CPU kernels have finished on return; CUDA work is queued in the caller's current stream.
+void call_packed(const Operator& op, ffi::PackedArgs args) {
+  const OpSchema& schema = op.schema();
+  CallArguments arguments;
+  arguments.read(schema, args, /*with_outputs=*/true);
+  BoundCall call;
+  throw_if_error(bind_call(schema, arguments.operand_span(schema), arguments.attribute_span(schema), &call));
+  throw_if_error(op.run(call, HostWorkspaces::of_this_thread(), current_stream(call.device)));
+}
+
+/// Checks inputs and attributes against the schema and runs nothing.
+void check_packed(const Operator& op, ffi::PackedArgs args) {
+  const OpSchema& schema = op.schema();
+  CallArguments arguments;
+  arguments.read(schema, args, /*with_outputs=*/false);
+  std::array<OutputShape, kMaxOperands> outputs;
+  throw_if_error(infer_outputs(schema, arguments.operand_span(schema), arguments.attribute_span(schema), outputs));
+}
+
+std::string all_schemas() {
+  std::string json = "[";
+  for (const auto& op : operators().all()) {
+    if (json.size() > 1) json += ",";
+    json += op->schema().to_json();
+  }
+  return json + "]";
+}
+
+/// Names of an operator's kernels in the order they are tried, "cpu:" or "cuda:" before each.
+ffi::Array<ffi::String> kernel_names(const ffi::String& name) {
+  const Operator* op = operators().find(std::string_view(name.data(), name.size()));
+  if (op == nullptr) throw_if_error(invalid_argument("there is no operator " + std::string(name)));
+  ffi::Array<ffi::String> names;
+  for (const KernelInfo& kernel : op->kernels()) {
+    names.push_back((kernel.device == DeviceType::kCpu ? "cpu:" : "cuda:") + std::string(kernel.name));
+  }
+  return names;
+}
+
+}  // namespace
+
+void register_operators() {
+  for (const auto& op : operators().all()) {
+    const Operator& ref = *op;  // lives as long as the process
+    const std::string& name = ref.schema().name();
+    ffi::Function::SetGlobal(
+        "polyop.call." + name,
+        ffi::Function::FromPacked([&ref](ffi::PackedArgs args, ffi::Any*) { call_packed(ref, args); }), true);
+    ffi::Function::SetGlobal(
+        "polyop.check." + name,
+        ffi::Function::FromPacked([&ref](ffi::PackedArgs args, ffi::Any*) { check_packed(ref, args); }), true);
+  }
+  ffi::reflection::GlobalDef()
+      .def("polyop.schemas", all_schemas)
+      .def("polyop.kernel_names", kernel_names)
+      .def("polyop.num_threads", [] { return static_cast<int64_t>(cpu::ThreadPool::shared().num_threads()); })
+      .def("polyop.set_num_threads", [](int64_t num_threads) {
+        if (num_threads < 1 || num_threads > 4096) {
+          throw_if_error(
+              invalid_argument("set_num_threads: got " + std::to_string(num_threads) + ", wanted 1 to 4096"));
+        }
+        cpu::ThreadPool::shared().set_num_threads(static_cast<int>(num_threads));
+      });
+}
+
+}  // namespace polyop::tvm_ffi_host

@@ -1,0 +1,244 @@
+"""Python functions for operators, generated from their schemas at import.
+
+For each operator two pieces of source are made and compiled:
+
+- ``<name>_outputs(...)``: extents and dtypes of the outputs, on numbers or symbolic sizes;
+- ``<name>(...)``: allocates the outputs that the caller did not give and makes one call into the compiled module.
+
+Source instead of interpretation keeps a call near the cost of the packed function itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .schema import Attribute, Condition, Operand, Schema, expression_source, expression_symbols
+
+TORCH_DTYPES = {
+    "f32": torch.float32,
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "f8e4m3": torch.float8_e4m3fn,
+    "i64": torch.int64,
+    "i32": torch.int32,
+    "i8": torch.int8,
+    "u8": torch.uint8,
+    "bool": torch.bool,
+}
+
+
+def _list_entry(values: Any, index: int) -> int:
+    return values[index] if 0 <= index < len(values) else 0
+
+
+# ---- signatures ---------------------------------------------------------------------------------------------------------
+
+
+def split_parameters(schema: Schema) -> tuple[list[Operand | Attribute], list[Operand], list[Attribute]]:
+    """Parameters in call order: those without a default (operands up to the last required one, then required attributes),
+    trailing optional operands, optional attributes (keyword only)."""
+    inputs = schema.inputs
+    last_required = max(i for i, operand in enumerate(inputs) if operand.always_required)
+    leading: list[Operand | Attribute] = [*inputs[: last_required + 1]]
+    leading += [attribute for attribute in schema.attributes if attribute.required]
+    optional = [attribute for attribute in schema.attributes if not attribute.required]
+    return leading, inputs[last_required + 1 :], optional
+
+
+def parameter_source(schema: Schema, with_outputs: bool) -> str:
+    leading, trailing, optional = split_parameters(schema)
+    parts = [parameter.name for parameter in leading]
+    parts += [f"{operand.name}=None" for operand in trailing]
+    keywords = [f"{attribute.name}={attribute.default!r}" for attribute in optional]
+    if with_outputs:
+        keywords += [f"{output.name}=None" for output in schema.outputs]
+    return ", ".join(parts + (["*", *keywords] if keywords else []))
+
+
+def argument_source(schema: Schema) -> str:
+    """The same parameters handed on by name."""
+    leading, trailing, optional = split_parameters(schema)
+    return ", ".join(f"{parameter.name}={parameter.name}" for parameter in [*leading, *trailing, *optional])
+
+
+# ---- shape functions ----------------------------------------------------------------------------------------------------
+
+
+def _axis_source(rule: dict[str, Any], index: int) -> str:
+    """Index expression of dim `index` of a rule: from the front before a pack, from the back behind it."""
+    pack_at = next((i for i, dim in enumerate(rule["dims"]) if dim["pack"]), len(rule["dims"]))
+    return str(index) if index < pack_at else str(index - len(rule["dims"]))
+
+
+def _symbol_source(schema: Schema, symbol: str) -> str:
+    """Where a symbol's number comes from: the first operand that has it as a plain extent and is there."""
+    candidates: list[tuple[str, str]] = []
+    for operand in schema.inputs:
+        ranks = [len(rule["dims"]) for rule in operand.shapes]
+        for rule in operand.shapes:
+            if rule["broadcast"]:
+                continue
+            for index, dim in enumerate(rule["dims"]):
+                if dim["pack"] or dim["extent"] != ["symbol", symbol]:
+                    continue
+                conditions = [] if operand.always_required else [f"{operand.name} is not None"]
+                condition = Condition.of(rule["condition"])
+                if condition:
+                    conditions.append(condition.source())
+                elif len(ranks) > 1:
+                    conditions.append(f"{operand.name}.dim() == {len(rule['dims'])}")
+                candidates.append((f"{operand.name}.shape[{_axis_source(rule, index)}]", " and ".join(conditions)))
+    source = "None"
+    for value, condition in reversed(candidates):
+        source = f"({value} if {condition} else {source})" if condition else value
+    return source
+
+
+def _pack_source(schema: Schema) -> str | None:
+    for operand in schema.inputs:
+        for rule in operand.shapes:
+            for index, dim in enumerate(rule["dims"]):
+                if dim["pack"]:
+                    behind = len(rule["dims"]) - index - 1
+                    end = f"{operand.name}.dim() - {behind}" if behind else f"{operand.name}.dim()"
+                    return f"{operand.name}.shape[{index}:{end}]"
+    return None
+
+
+def _shape_source(rule: dict[str, Any]) -> str:
+    parts = []
+    for dim in rule["dims"]:
+        source = expression_source(dim["extent"])
+        parts.append(f"*[{source} for axis in range(len(pack))]" if dim["pack"] else source)
+    return "(" + ", ".join(parts) + ("," if len(parts) == 1 else "") + ")"
+
+
+def _chain(rules: list[tuple[Condition | None, str]], otherwise: str) -> str:
+    source = otherwise
+    for condition, value in reversed(rules):
+        source = f"({value} if {condition.source()} else {source})" if condition else value
+    return source
+
+
+def _dtype_source(output: Operand) -> str:
+    rules = []
+    for rule in output.dtypes:
+        value = f"{rule['same_as']}.dtype" if rule["same_as"] else f"_dtypes[{rule['allowed'][0]!r}]"
+        rules.append((Condition.of(rule["condition"]), value))
+    return _chain(rules, "None")
+
+
+def _presence_source(output: Operand) -> str:
+    if output.always_required:
+        return "True"
+    rules = []
+    for rule in output.presence:
+        value = f"{rule['with']} is not None" if rule["with"] else str(rule["required"])
+        rules.append((Condition.of(rule["condition"]), value))
+    return _chain(rules, "False")
+
+
+def outputs_source(schema: Schema) -> str:
+    """Source of ``<name>_outputs``: a tuple with ``(shape, dtype)`` or None for each output."""
+    lines = [f"def {schema.name}_outputs({parameter_source(schema, with_outputs=False)}):"]
+    symbols: set[str] = set()
+    for output in schema.outputs:
+        for rule in output.shapes:
+            for dim in rule["dims"]:
+                symbols |= expression_symbols(dim["extent"])
+    lines += [f"    {symbol} = {_symbol_source(schema, symbol)}" for symbol in sorted(symbols)]
+    uses_pack = any(dim["pack"] for output in schema.outputs for rule in output.shapes for dim in rule["dims"])
+    if uses_pack:
+        lines.append(f"    pack = {_pack_source(schema)}")
+    results = []
+    for output in schema.outputs:
+        shape = _chain([(Condition.of(rule["condition"]), _shape_source(rule)) for rule in output.shapes], "()")
+        results.append(f"(({shape}, {_dtype_source(output)}) if {_presence_source(output)} else None)")
+    lines.append("    return (" + ", ".join(results) + ("," if len(results) == 1 else "") + ")")
+    return "\n".join(lines)
+
+
+# ---- calls --------------------------------------------------------------------------------------------------------------
+
+
+def call_source(schema: Schema) -> str:
+    """Source of the public function."""
+    lines = [f"def {schema.name}({parameter_source(schema, with_outputs=True)}):"]
+    outputs = schema.outputs
+    device_of = schema.inputs[0].name
+    if outputs:
+        missing = " or ".join(
+            f"{output.name} is None" + ("" if output.always_required else f" and {_presence_source(output)}")
+            for output in outputs
+        )
+        inputs = [operand.name for operand in schema.inputs] + [attribute.name for attribute in schema.attributes]
+        lines += [
+            f"    if {missing}:",
+            "        try:",
+            f"            _inferred = {schema.name}_outputs({argument_source(schema)})",
+        ]
+        for index, output in enumerate(outputs):
+            lines += [
+                f"            if {output.name} is None and _inferred[{index}] is not None:",
+                f"                {output.name} = _empty(_inferred[{index}][0], dtype=_inferred[{index}][1],"
+                f" device={device_of}.device)",
+            ]
+        # Arguments that break the schema break the shape function too: the schema's own text says how.
+        lines += ["        except Exception:", f"            _check_{schema.name}({', '.join(inputs)})", "            raise"]
+    arguments = [operand.name for operand in schema.operands] + [attribute.name for attribute in schema.attributes]
+    lines.append(f"    _call_{schema.name}({', '.join(arguments)})")
+    if len(outputs) == 1:
+        lines.append(f"    return {outputs[0].name}")
+    elif outputs:
+        first, *others = outputs
+        only_first = " and ".join(f"{output.name} is None" for output in others)
+        names = ", ".join(output.name for output in outputs)
+        lines.append(f"    return {first.name} if {only_first} else ({names})")
+    return "\n".join(lines)
+
+
+def docstring(schema: Schema) -> str:
+    """The function's documentation: operands with shapes and dtypes, attributes with defaults, errors."""
+    lines = [schema.doc, "", "Operands:"]
+    for operand in schema.operands:
+        notes = {"in_out": "written in place", "output": "output"}.get(operand.role, "")
+        if not operand.always_required:
+            notes = (notes + ", " if notes else "") + "optional"
+        lines.append(f"  {operand.name}: {operand.shape_text()}; {operand.dtype_text()}" + (f" ({notes})" if notes else ""))
+        if operand.doc:
+            lines.append(f"      {operand.doc}")
+    if schema.attributes:
+        lines += ["", "Attributes:"]
+    for attribute in schema.attributes:
+        choices = f" ({', '.join(attribute.choices)})" if attribute.choices else ""
+        default = "" if attribute.required else f", default {attribute.default}"
+        lines.append(f"  {attribute.name}: {attribute.kind}{choices}{default}: {attribute.doc}")
+    lines += [
+        "",
+        "Raises ValueError when an argument breaks the schema, NotImplementedError when no kernel takes the call; nothing is",
+        "written then.",
+    ]
+    return "\n".join(lines)
+
+
+def compile_operator(
+    schema: Schema, packed_call: Callable[..., Any], packed_check: Callable[..., Any]
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """``(function, outputs_function)`` of an operator over its packed functions."""
+    namespace: dict[str, Any] = {
+        "torch": torch,
+        "_empty": torch.empty,
+        "_dtypes": TORCH_DTYPES,
+        "_list_entry": _list_entry,
+        f"_call_{schema.name}": packed_call,
+        f"_check_{schema.name}": packed_check,
+    }
+    source = outputs_source(schema) + "\n\n" + call_source(schema) + "\n"
+    exec(compile(source, f"<polyop.ops.{schema.name}>", "exec"), namespace)  # noqa: S102  (our own text, from our schema)
+    function = namespace[schema.name]
+    function.__module__ = "polyop.ops"
+    function.__doc__ = docstring(schema)
+    return function, namespace[f"{schema.name}_outputs"]
