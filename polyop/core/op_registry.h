@@ -2,8 +2,10 @@
 // an operator.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <span>
+#include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -37,8 +39,10 @@ class Operator {
 
   [[nodiscard]] const OpSchema& schema() const { return schema_; }
 
-  /// Runs the first kernel that takes the bound call. On a CUDA device the work is queued in `stream`.
-  virtual Status run(const BoundCall& call, WorkspaceProvider& workspaces, Stream stream) const = 0;
+  /// Runs the first kernel that takes the bound call, or the one named `kernel` when a name is given (a host that times
+  /// variants, a test that wants the reference). On a CUDA device the work is queued in `stream`.
+  virtual Status run(const BoundCall& call, WorkspaceProvider& workspaces, Stream stream,
+                     std::string_view kernel = {}) const = 0;
 
   /// What each kernel of the call's device says about it, in list order up to the first that takes it.
   virtual Status explain(const BoundCall& call, std::vector<KernelVerdict>* verdicts) const = 0;
@@ -59,11 +63,21 @@ class OperatorOver final : public Operator {
   OperatorOver(OpSchema schema, MakeProblem make_problem, std::span<const Kernel<Problem>> kernels)
       : Operator(std::move(schema)), make_problem_(make_problem), kernels_(kernels) {}
 
-  Status run(const BoundCall& call, WorkspaceProvider& workspaces, Stream stream) const override {
+  Status run(const BoundCall& call, WorkspaceProvider& workspaces, Stream stream,
+             std::string_view kernel_name) const override {
     Problem problem;
     POLYOP_RETURN_IF_ERROR(make_problem_(call, &problem));
+    std::span<const Kernel<Problem>> candidates = kernels_;
+    if (!kernel_name.empty()) {
+      const auto named = std::find_if(candidates.begin(), candidates.end(),
+                                      [&](const Kernel<Problem>& kernel) { return kernel.name == kernel_name; });
+      if (named == candidates.end()) {
+        return invalid_argument(schema().name() + ": there is no kernel " + std::string(kernel_name));
+      }
+      candidates = std::span(named, 1);
+    }
     const Kernel<Problem>* kernel = nullptr;
-    POLYOP_RETURN_IF_ERROR(choose_kernel(schema().name(), kernels_, call.device.type, problem, &kernel));
+    POLYOP_RETURN_IF_ERROR(choose_kernel(schema().name(), candidates, call.device.type, problem, &kernel));
     Workspace workspace;
     const int64_t bytes = kernel->workspace_bytes == nullptr ? 0 : kernel->workspace_bytes(problem);
     if (bytes > 0) POLYOP_RETURN_IF_ERROR(workspaces.acquire(call.device, bytes, &workspace));

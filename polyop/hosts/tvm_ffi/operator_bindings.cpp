@@ -183,14 +183,15 @@ Stream current_stream(Device device) {
   return {TVMFFIEnvGetStream(kDLCUDA, device.index)};
 }
 
-/// Runs an operator. CPU kernels have finished on return; CUDA work is queued in the caller's current stream.
-void call_packed(const Operator& op, ffi::PackedArgs args) {
+/// Runs an operator, or only its kernel of that name. CPU kernels have finished on return; CUDA work is queued in the
+/// caller's current stream.
+void call_packed(const Operator& op, ffi::PackedArgs args, std::string_view kernel = {}) {
   const OpSchema& schema = op.schema();
   CallArguments arguments;
   arguments.read(schema, args, /*with_outputs=*/true);
   BoundCall call;
   throw_if_error(bind_call(schema, arguments.operand_span(schema), arguments.attribute_span(schema), &call));
-  throw_if_error(op.run(call, HostWorkspaces::of_this_thread(), current_stream(call.device)));
+  throw_if_error(op.run(call, HostWorkspaces::of_this_thread(), current_stream(call.device), kernel));
 }
 
 /// Checks inputs and attributes against the schema and runs nothing.
@@ -211,12 +212,23 @@ std::string all_schemas() {
   return json + "]";
 }
 
-/// Names of an operator's kernels in the order they are tried, "cpu:" or "cuda:" before each.
-ffi::Array<ffi::String> kernel_names(const ffi::String& name) {
+const Operator& find_operator(const ffi::String& name) {
   const Operator* op = operators().find(std::string_view(name.data(), name.size()));
   if (op == nullptr) throw_if_error(invalid_argument("there is no operator " + std::string(name)));
+  return *op;
+}
+
+/// The packed function of one kernel of an operator: as polyop.call.<operator>, but no other kernel runs.
+ffi::Function kernel_function(const ffi::String& name, const ffi::String& kernel) {
+  const Operator& op = find_operator(name);
+  return ffi::Function::FromPacked(
+      [&op, kernel = std::string(kernel)](ffi::PackedArgs args, ffi::Any*) { call_packed(op, args, kernel); });
+}
+
+/// Names of an operator's kernels in the order they are tried, "cpu:" or "cuda:" before each.
+ffi::Array<ffi::String> kernel_names(const ffi::String& name) {
   ffi::Array<ffi::String> names;
-  for (const KernelInfo& kernel : op->kernels()) {
+  for (const KernelInfo& kernel : find_operator(name).kernels()) {
     names.push_back((kernel.device == DeviceType::kCpu ? "cpu:" : "cuda:") + std::string(kernel.name));
   }
   return names;
@@ -238,6 +250,7 @@ void register_operators() {
   ffi::reflection::GlobalDef()
       .def("polyop.schemas", all_schemas)
       .def("polyop.kernel_names", kernel_names)
+      .def("polyop.kernel_function", kernel_function)
       .def("polyop.num_threads", [] { return static_cast<int64_t>(cpu::ThreadPool::shared().num_threads()); })
       .def("polyop.set_num_threads", [](int64_t num_threads) {
         if (num_threads < 1 || num_threads > 4096) {

@@ -34,12 +34,12 @@ def _list_entry(values: Any, index: int) -> int:
     return values[index] if 0 <= index < len(values) else 0
 
 
-# ---- signatures ---------------------------------------------------------------------------------------------------------
+# ---- signatures ------------------------------------------------------------------------------------------------------
 
 
 def split_parameters(schema: Schema) -> tuple[list[Operand | Attribute], list[Operand], list[Attribute]]:
-    """Parameters in call order: those without a default (operands up to the last required one, then required attributes),
-    trailing optional operands, optional attributes (keyword only)."""
+    """Parameters in call order: those without a default (operands up to the last required one, then required
+    attributes), trailing optional operands, optional attributes (keyword only)."""
     inputs = schema.inputs
     last_required = max(i for i, operand in enumerate(inputs) if operand.always_required)
     leading: list[Operand | Attribute] = [*inputs[: last_required + 1]]
@@ -64,7 +64,7 @@ def argument_source(schema: Schema) -> str:
     return ", ".join(f"{parameter.name}={parameter.name}" for parameter in [*leading, *trailing, *optional])
 
 
-# ---- shape functions ----------------------------------------------------------------------------------------------------
+# ---- shape functions -------------------------------------------------------------------------------------------------
 
 
 def _axis_source(rule: dict[str, Any], index: int) -> str:
@@ -161,7 +161,7 @@ def outputs_source(schema: Schema) -> str:
     return "\n".join(lines)
 
 
-# ---- calls --------------------------------------------------------------------------------------------------------------
+# ---- calls -----------------------------------------------------------------------------------------------------------
 
 
 def call_source(schema: Schema) -> str:
@@ -187,7 +187,11 @@ def call_source(schema: Schema) -> str:
                 f" device={device_of}.device)",
             ]
         # Arguments that break the schema break the shape function too: the schema's own text says how.
-        lines += ["        except Exception:", f"            _check_{schema.name}({', '.join(inputs)})", "            raise"]
+        lines += [
+            "        except Exception:",
+            f"            _check_{schema.name}({', '.join(inputs)})",
+            "            raise",
+        ]
     arguments = [operand.name for operand in schema.operands] + [attribute.name for attribute in schema.attributes]
     lines.append(f"    _call_{schema.name}({', '.join(arguments)})")
     if len(outputs) == 1:
@@ -207,7 +211,9 @@ def docstring(schema: Schema) -> str:
         notes = {"in_out": "written in place", "output": "output"}.get(operand.role, "")
         if not operand.always_required:
             notes = (notes + ", " if notes else "") + "optional"
-        lines.append(f"  {operand.name}: {operand.shape_text()}; {operand.dtype_text()}" + (f" ({notes})" if notes else ""))
+        lines.append(
+            f"  {operand.name}: {operand.shape_text()}; {operand.dtype_text()}" + (f" ({notes})" if notes else "")
+        )
         if operand.doc:
             lines.append(f"      {operand.doc}")
     if schema.attributes:
@@ -218,8 +224,8 @@ def docstring(schema: Schema) -> str:
         lines.append(f"  {attribute.name}: {attribute.kind}{choices}{default}: {attribute.doc}")
     lines += [
         "",
-        "Raises ValueError when an argument breaks the schema, NotImplementedError when no kernel takes the call; nothing is",
-        "written then.",
+        "Raises ValueError when an argument breaks the schema, NotImplementedError when no kernel takes the call;",
+        "nothing is written then.",
     ]
     return "\n".join(lines)
 
@@ -237,7 +243,7 @@ def compile_operator(
         f"_check_{schema.name}": packed_check,
     }
     source = outputs_source(schema) + "\n\n" + call_source(schema) + "\n"
-    exec(compile(source, f"<polyop.ops.{schema.name}>", "exec"), namespace)  # noqa: S102  (our own text, from our schema)
+    exec(compile(source, f"<polyop.ops.{schema.name}>", "exec"), namespace)
     function = namespace[schema.name]
     function.__module__ = "polyop.ops"
     function.__doc__ = docstring(schema)

@@ -17,7 +17,7 @@ _FILE_NAME = "libpolyop_ffi.so"
 
 
 def _library_path() -> Path:
-    """The module's file: ``POLYOP_LIBRARY`` when set, else the one beside this package (wheel and source tree alike)."""
+    """The module's file: ``POLYOP_LIBRARY`` when set, else the one beside this package (wheel and source tree)."""
     override = os.environ.get("POLYOP_LIBRARY")
     path = Path(override) if override else Path(__file__).resolve().parent.parent / "lib" / _FILE_NAME
     if not path.is_file():
@@ -39,8 +39,13 @@ def operator_function(name: str) -> tvm_ffi.Function:
 
 
 def check_function(name: str) -> tvm_ffi.Function:
-    """The packed check of an operator: inputs, then attributes; raises what a call with them would raise, runs nothing."""
+    """The packed check of an operator: inputs, then attributes; raises what a call would raise, runs nothing."""
     return tvm_ffi.get_global_func(f"polyop.check.{name}")
+
+
+def kernel_function(name: str, kernel: str) -> tvm_ffi.Function:
+    """The packed function of one kernel: as operator_function, but a call that this kernel does not take is refused."""
+    return tvm_ffi.get_global_func("polyop.kernel_function")(name, kernel)
 
 
 def kernel_names(name: str) -> list[str]:

@@ -1,7 +1,7 @@
 """Operator schemas in Python: what C++ declared, read from its JSON, and the source text of its expressions.
 
-An expression arrives as nested lists (``["add", ["symbol", "B"], 1]``) and leaves as Python source (``(B + 1)``) that works
-on plain integers and on torch's symbolic ones alike.
+An expression arrives as nested lists (``["add", ["symbol", "B"], 1]``) and leaves as Python source (``(B + 1)``) that
+works on plain integers and on torch's symbolic ones alike.
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ def parse_schema(json: dict[str, Any]) -> Schema:
         doc=json["doc"],
         operands=[Operand(**{field: entry[field] for field in operand_fields}) for entry in json["operands"]],
         attributes=[
-            Attribute(**{field: entry[field] for field in attribute_fields}, choices=[c["name"] for c in entry["choices"]])
+            Attribute(
+                **{field: entry[field] for field in attribute_fields}, choices=[c["name"] for c in entry["choices"]]
+            )
             for entry in json["attributes"]
         ],
         constraints=json["constraints"],

@@ -1,7 +1,7 @@
 """``torch.ops.polyop.<operator>``: registration with torch.library, generated from the schemas.
 
-For torch.compile, torch.export and hosts that walk torch graphs. A direct call of ``polyop.ops.<operator>`` is cheaper: it
-does not pass through torch's dispatcher.
+For torch.compile, torch.export and hosts that walk torch graphs. A direct call of ``polyop.ops.<operator>`` is cheaper:
+it does not pass through torch's dispatcher.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def _attribute_text(attribute: Attribute) -> str:
 
 
 def torch_schema(schema: Schema) -> str:
-    """The operator's signature in torch's language: in-place operands are marked ``Tensor(a!)``; an output that a call does
-    not have comes back as a tensor of no elements."""
+    """The operator's signature in torch's language: in-place operands are marked ``Tensor(a!)``; an output that a call
+    does not have comes back as a tensor of no elements."""
     leading, trailing, optional = split_parameters(schema)
     marks = iter("abcdefgh")
 
