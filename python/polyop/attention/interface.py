@@ -483,16 +483,20 @@ class AttentionBackend:
             raise RuntimeError(f"{self.name}: metadata is not prepared for this step; call prepare() first")
         if (k is None) != (v is None):
             raise ValueError(f"{self.name}: one of k and v is None; wanted both or neither")
-        num_tokens, kv_size = metadata.num_tokens, self.kv_size
+        num_tokens, head_dim = metadata.num_tokens, self.head_dim
         if k is None:
             if not self.support_fused_qkv():
                 raise ValueError(f"{self.name}: k and v are None; this backend takes q, k and v")
-            self._check_operand("q (fused qkv)", q, num_tokens, self.q_size + 2 * kv_size, q)
-            q, k, v = q.split((self.q_size, kv_size, kv_size), dim=-1)
+            num_heads = self.num_heads + 2 * self.num_kv_heads
+            self._check_operand("q (fused qkv)", q, num_tokens, num_heads * head_dim, q)
+            heads = q.view(num_tokens, num_heads, head_dim)
+            views = heads.split_with_sizes((self.num_heads, self.num_kv_heads, self.num_kv_heads), 1)
         else:
             self._check_operand("q", q, num_tokens, self.q_size, q)
-            self._check_operand("k", k, num_tokens, kv_size, q)
-            self._check_operand("v", v, num_tokens, kv_size, q)
+            self._check_operand("k", k, num_tokens, self.kv_size, q)
+            self._check_operand("v", v, num_tokens, self.kv_size, q)
+            kv_shape = (num_tokens, self.num_kv_heads, head_dim)
+            views = (q.view(num_tokens, self.num_heads, head_dim), k.view(kv_shape), v.view(kv_shape))
         if output is not None:
             self._check_operand("output", output, num_tokens, self.q_size, q)
         rope = None if self.pos_embd_params is None else self.pos_embd_params.rope
@@ -502,16 +506,23 @@ class AttentionBackend:
                 f"RopeParams.max_positions is {rope.max_positions}"
             )
         if metadata.uses_cache:
-            k_pages, _ = metadata.kv_cache_manager.get_buffers(self.layer_idx)
-            if k_pages.shape[2:] != (self.num_kv_heads, self.head_dim):
-                raise ValueError(
-                    f"{self.name}: layer {self.layer_idx} of the cache has (Hkv, D) = {tuple(k_pages.shape[2:])}; "
-                    f"wanted {(self.num_kv_heads, self.head_dim)}"
-                )
-            if k_pages.dtype != k.dtype:
-                raise ValueError(f"{self.name}: k is {k.dtype}; the cache is {k_pages.dtype}")
-        kv_shape = (num_tokens, self.num_kv_heads, self.head_dim)
-        return q.view(num_tokens, self.num_heads, self.head_dim), k.view(kv_shape), v.view(kv_shape)
+            self._check_cache(metadata.kv_cache_manager, q)
+        return views
+
+    def _check_cache(self, manager: KVCacheManager, q: torch.Tensor) -> None:
+        layer = self.layer_idx
+        if not 0 <= layer < manager.num_layers or manager.num_kv_heads_per_layer[layer] is None:
+            manager.get_buffers(layer)  # raises with the reason
+        if manager.num_kv_heads_per_layer[layer] != self.num_kv_heads or manager.head_dim != self.head_dim:
+            got = (manager.num_kv_heads_per_layer[layer], manager.head_dim)
+            raise ValueError(
+                f"{self.name}: layer {layer} of the cache has (Hkv, D) = {got}; "
+                f"wanted {(self.num_kv_heads, self.head_dim)}"
+            )
+        if manager.dtype != q.dtype or manager.device != q.device:
+            raise ValueError(
+                f"{self.name}: q, k and v are {q.dtype} on {q.device}; the cache is {manager.dtype} on {manager.device}"
+            )
 
     def _check_operand(self, what: str, tensor: torch.Tensor, rows: int, width: int, like: torch.Tensor) -> None:
         if tensor.shape != (rows, width):

@@ -339,7 +339,11 @@ def test_fused_qkv_and_given_output_give_the_same_bits(name):
         (lambda a: a | {"v": None}, ValueError, "one of k and v is None"),
         (lambda a: a | {"k": None, "v": None}, ValueError, r"q \(fused qkv\) is \[4, 96\]; wanted \[4, 160\]"),
         (lambda a: a | {"k": a["k"].t().contiguous().t()}, ValueError, "k has last stride 4; wanted 1"),
-        (lambda a: {key: x.half() for key, x in a.items()}, ValueError, "k is torch.float16; the cache is"),
+        (
+            lambda a: {key: x.half() for key, x in a.items()},
+            ValueError,
+            "q, k and v are torch.float16 on cpu; the cache is torch.float32",
+        ),
         (lambda a: a | {"output": torch.zeros(4, 95)}, ValueError, r"output is \[4, 95\]"),
         (
             lambda a: a | {"attention_mask": CustomAttentionMask(mask=torch.ones(4, 4, dtype=torch.bool))},
