@@ -52,8 +52,8 @@ class FusedAttention(AttentionBackend):
             layer_idx, num_heads, head_dim, num_kv_heads, quant_config, pos_embd_params, q_scaling=q_scaling
         )
         self._interleaved = pos_embd_params is not None and not pos_embd_params.is_neox
-        if pos_embd_params is not None:
-            rope_cos_sin_table(pos_embd_params.rope)
+        # Looked up here and not in forward: hashing the parameters would cost more than the rest of a call's checks.
+        self._cos_sin = None if pos_embd_params is None else rope_cos_sin_table(pos_embd_params.rope)
 
     @classmethod
     def support_fused_rope(cls) -> bool:
@@ -82,9 +82,11 @@ class FusedAttention(AttentionBackend):
             output = torch.empty(num_tokens, self.q_size, dtype=q.dtype, device=q.device)
         if num_tokens == 0:
             return output
-        if self.pos_embd_params is not None:
-            cos_sin = rope_cos_sin_table(self.pos_embd_params.rope, q.device)
-            rotary_embedding(q, k, cos_sin, metadata.token_positions, interleaved=self._interleaved, q_out=q, k_out=k)
+        if self._cos_sin is not None:
+            if self._cos_sin.device != q.device:
+                self._cos_sin = rope_cos_sin_table(self.pos_embd_params.rope, q.device)
+            positions = metadata.token_positions
+            rotary_embedding(q, k, self._cos_sin, positions, interleaved=self._interleaved, q_out=q, k_out=k)
         options = {
             "query_offsets": metadata.query_offsets,
             "causal": "none" if attention_mask is PredefinedAttentionMask.FULL else "lower_right",
