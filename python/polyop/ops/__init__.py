@@ -34,11 +34,21 @@ from .torch_library import register
 SCHEMAS: dict[str, Schema] = {json["name"]: parse_schema(json) for json in load_schemas()}
 
 _library = torch.library.Library("polyop", "DEF")
+_output_functions: dict[str, Callable[..., Any]] = {}
 
 for _schema in SCHEMAS.values():
     _function, _outputs = compile_operator(_schema, operator_function(_schema.name), check_function(_schema.name))
     globals()[_schema.name] = _function
+    _output_functions[_schema.name] = _outputs
     register(_library, _schema, _function, _outputs)
+
+
+def output_function(name: str) -> Callable[..., Any]:
+    """The shape function of an operator: the call's inputs and attributes to ``(shape, dtype)`` or None for each output.
+
+    Works on symbolic sizes too; checks nothing. Raises KeyError for an unknown operator.
+    """
+    return _output_functions[name]
 
 
 def with_kernel(name: str, kernel: str) -> Callable[..., Any]:
@@ -52,5 +62,5 @@ def with_kernel(name: str, kernel: str) -> Callable[..., Any]:
     return compile_operator(SCHEMAS[name], kernel_function(name, kernel), check_function(name))[0]
 
 
-__all__ = ["SCHEMAS", "kernel_names", "num_threads", "set_num_threads", "with_kernel"]
+__all__ = ["SCHEMAS", "kernel_names", "num_threads", "output_function", "set_num_threads", "with_kernel"]
 __all__.extend(SCHEMAS)
