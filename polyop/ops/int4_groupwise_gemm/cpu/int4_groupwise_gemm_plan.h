@@ -1,0 +1,78 @@
+// How one call of the CPU kernel of int4_groupwise_gemm is cut, and where its scratch memory lies. Depends on extents
+// and the thread count only; no cut changes the order of operations of an output element.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "polyop/ops/int4_groupwise_gemm/int4_groupwise_gemm_problem.h"
+#include "polyop/ops/int4_groupwise_gemm/packing.h"
+
+namespace polyop::cpu {
+
+inline constexpr int64_t kUnitColumns = 32;           // half a strip of 64 columns: the least piece of a fragment block
+inline constexpr int64_t kUnitsPerBlock = 4;          // units of one fragment block of 128 columns
+inline constexpr int64_t kFewRows = 8;                // up to here weights are widened in registers, above in memory
+inline constexpr int64_t kBlockRows = 96;             // rows that share one widened tile; multiple of kTileRows
+inline constexpr int64_t kTileRows = 6;               // rows of the widest register tile over widened weights
+inline constexpr int64_t kPassRows = 4 * kBlockRows;  // rows of x that are permuted at a time: bounds the workspace
+inline constexpr int64_t kChunkDepth = 256;           // depths of a widened panel: at most 16 KiB, inside L1
+inline constexpr int64_t kMaxGroupSize = kChunkDepth;
+inline constexpr int64_t kChunkGroups = 16;  // groups whose scales are widened at a time; kChunkDepth / 16
+
+/// Extents that every part of the kernel needs.
+struct GemmPlan {
+  int64_t steps;         // of 16 depths, ceil(K / 16)
+  int64_t group_steps;   // Kg / 16
+  int64_t groups;        // ceil(K / Kg)
+  int64_t depth_blocks;  // ceil(K / 64)
+  int64_t units;         // of 32 columns, those that hold a column below N
+  int64_t x_stride;      // floats of one permuted row of x
+  int64_t chunk_groups;  // groups of one widened tile
+
+  explicit GemmPlan(const Int4GroupwiseGemmProblem& problem) {
+    steps = (problem.k + 15) / 16;
+    group_steps = problem.group_size / 16;
+    groups = (problem.k + problem.group_size - 1) / problem.group_size;
+    depth_blocks = (problem.k + kFragmentDepth - 1) / kFragmentDepth;
+    // Units 0 and 1 of a strip hold its columns 0-15, 32-47 and 16-31, 48-63: any column of the strip above 16 needs
+    // both.
+    const int64_t full_strips = problem.n / 64;
+    const int64_t rest = problem.n % 64;
+    units = 2 * full_strips + (rest > 16 ? 2 : rest > 0 ? 1 : 0);
+    x_stride = steps * 16;
+    chunk_groups = std::max<int64_t>(1, kChunkDepth / std::max<int64_t>(1, problem.group_size));
+  }
+};
+
+/// Scratch of one thread, in floats; parts start at multiples of 64 bytes.
+inline constexpr int64_t kScalesFloats =
+    kChunkGroups * kFragmentColumns + 16;  // a vector may read past the last column
+inline constexpr int64_t kTotalsFloats = std::max(kBlockRows, kUnitsPerBlock* kFewRows) * 4 * kUnitColumns;
+inline constexpr int64_t kTileFloats = kChunkDepth * 16;  // a panel has at most 16 columns
+
+struct ThreadScratch {
+  float* scales;  // [kChunkGroups, 128]
+  float* totals;  // partial sums, [rows or units * rows, 128]
+  float* tile;    // widened weights
+};
+
+/// The workspace: permuted x of a pass, then the scratch of each thread.
+struct WorkspaceLayout {
+  static constexpr int64_t kThreadFloats = kScalesFloats + kTotalsFloats + kTileFloats;
+
+  int64_t x_floats;
+  int64_t bytes;
+
+  WorkspaceLayout(const Int4GroupwiseGemmProblem& problem, const GemmPlan& plan, int num_threads) {
+    x_floats = std::min(problem.m, kPassRows) * plan.x_stride;
+    bytes = (x_floats + num_threads * kThreadFloats) * static_cast<int64_t>(sizeof(float));
+  }
+
+  [[nodiscard]] ThreadScratch scratch(float* workspace, int thread) const {
+    float* base = workspace + x_floats + thread * kThreadFloats;
+    return {.scales = base, .totals = base + kScalesFloats, .tile = base + kScalesFloats + kTotalsFloats};
+  }
+};
+
+}  // namespace polyop::cpu

@@ -1,0 +1,308 @@
+// int4_groupwise_gemm_simd: weights of 4 bits times activations of 16 or 32, sums in f32, on vectors of any width.
+// Math      out[m, n] = sum over groups g of s[g, n] * sum over k in g of x[m, k] * (q[n, k] - 8)
+// Shapes    x [M, K] · qweight [ceil(N/128) * ceil(K/64) * 8, 512] u8 · s [ceil(K/Kg), N] · out [M, N]
+// Layout    one word of a fragment row is one column (two, 32 apart) x depths {2p, 2p+1, 2p+8, 2p+9} of 16, p = word
+// % 4.
+//           So a vector of words is lanes of (column, p), and an f32 vector built from nibble j of each is (kLanes / 4
+//           columns) x (4 depths). x is permuted once a call to [K/16][high depth][odd][p], whose fours are multiplied
+//           with such a vector by one 128-bit broadcast load: no shuffle and no horizontal sum before the very end.
+// Order     per output element and lane p: f32 FMAs in ascending step, high depth, odd over a group; one FMA with the
+//           group's scale onto the running total; (t0 + t2) + (t1 + t3) over the lanes at the end. The same for every
+//           M, cut, thread count and vector width: rows are independent of each other bit for bit.
+// Work      M <= 8: task = 32, 64 or 128 columns (as many tasks as keep all threads busy), K innermost in groups,
+// weights
+//           widened in registers and used for all rows. Above: task = 32 columns x at most 96 rows; 256 depths of
+//           weights x 16 columns are widened once to a panel of 16 KiB in L1, then register tiles of 6 rows x 4 vectors
+//           run over it.
+// Memory    qweight once per call (M <= 8) or once per 96 rows; s likewise; x permuted once, M * K * 4 bytes of
+// workspace
+//           (at most 384 rows at a time). Nothing past K of x, past N of s and out is touched.
+// Roofline  M <= 8 bound by reading 0.5 byte per weight plus scales: on AVX-512 a 64-byte vector of words costs 7
+// shifts,
+//           8 permutations and 8 * M FMAs on two ports = 11.5 cycles at M = 1, 5.6 bytes a cycle and core, above what
+//           DRAM gives a core of a loaded server. Large M bound by 2 FMAs a cycle: a group of Kg depths costs Kg / 4
+//           FMAs a vector and one more for its scale, so at most 89 / 94 / 97 % of peak at Kg 32 / 64 / 128.
+// Numerics  weights exact in f32, scales widened exactly; error bound in README.md; deterministic
+// Limits    Kg a multiple of 16, at most 256; any N, K, M; SSSE3 or newer, NEON · See ../README.md
+//
+// The group sum is kept unscaled because scaling every weight instead costs M = 1 eight more multiplications a vector
+// (15.5 cycles), and large M gains only the scale FMA.
+#define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)  // tiles are arrays of vectors
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "polyop/ops/int4_groupwise_gemm/cpu/int4_groupwise_gemm_simd.cpp"
+#include "hwy/foreach_target.h"  // IWYU pragma: keep
+//
+#include "hwy/highway.h"
+#include "polyop/cpu/thread_pool.h"
+#include "polyop/ops/int4_groupwise_gemm/cpu/int4_groupwise_gemm_plan.h"
+#include "polyop/ops/int4_groupwise_gemm/cpu/int4_groupwise_gemm_tiles-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace polyop::cpu {
+namespace HWY_NAMESPACE {
+
+#if HWY_TARGET == HWY_SCALAR
+
+bool int4_groupwise_gemm_has_vectors() { return false; }
+void run_int4_groupwise_gemm(const Int4GroupwiseGemmProblem&, float*, const WorkspaceLayout&) {}
+
+#else
+
+bool int4_groupwise_gemm_has_vectors() { return true; }
+
+// Calls fn.operator()<T>() with the C++ type of f32, f16 or bf16; the schema admits no other.
+template <class Fn>
+HWY_INLINE void with_float_type(DType dtype, Fn&& fn) {
+  if (dtype == DType::kF16) return fn.template operator()<F16>();
+  if (dtype == DType::kBF16) return fn.template operator()<BF16>();
+  return fn.template operator()<float>();
+}
+
+// One call, or one pass of kPassRows rows of it.
+struct GemmPass {
+  const Int4GroupwiseGemmProblem& problem;
+  const GemmPlan& plan;
+  const float* x;     // permuted, [rows, plan.x_stride]
+  int64_t first_row;  // in the problem
+  int64_t rows;
+
+  // Words of `unit` at `step`.
+  [[nodiscard]] const uint32_t* words(int64_t unit, int64_t step) const {
+    const int64_t block = unit / kUnitsPerBlock;
+    const int64_t strip = unit % kUnitsPerBlock / 2;
+    const int64_t row = block * plan.depth_blocks * kFragmentRowsPerBlock + 2 * step + strip;
+    return reinterpret_cast<const uint32_t*>(problem.qweight + row * kFragmentRowBytes) + unit % 2 * kUnitWords;
+  }
+
+  // Widens the scales of groups [first_group, end_group) for `columns` columns from `column` of block `block`.
+  void load_scales(int64_t block, int64_t column, int64_t columns, int64_t first_group, int64_t end_group,
+                   float* scales) const {
+    with_float_type(problem.scales_dtype, [&]<class T> {
+      const T* row = static_cast<const T*>(problem.scales) + first_group * problem.scales_row_stride;
+      for (int64_t group = first_group; group < end_group; ++group) {
+        for (int64_t c = column; c < column + columns; c += kLanes) {
+          widen_scales(row, block * kFragmentColumns + c, problem.n, scales + c);
+        }
+        scales += kFragmentColumns;
+        row += problem.scales_row_stride;
+      }
+    });
+  }
+
+  // Reduces and stores the totals [num_rows, 128] of `unit` for rows from `row` of the pass.
+  void store_unit(int64_t unit, const float* totals, int64_t row, int64_t num_rows) const {
+    with_float_type(problem.x_dtype, [&]<class T> {
+      const int64_t column = unit / 2 * 64 + unit % 2 * 16;
+      for (int64_t r = 0; r < num_rows; ++r) {
+        T* out = static_cast<T*>(problem.out) + problem.out_rows.offset(first_row + row + r);
+        for (int half = 0; half < 2; ++half) {
+          const int64_t first = column + half * 32;
+          const int64_t valid = std::min<int64_t>(16, problem.n - first);
+          if (valid > 0) store_columns(totals + r * kUnitFloats + half * kLanes, out + first, valid);
+        }
+      }
+    });
+  }
+};
+
+// ---- few rows: weights go from memory to registers once
+// ----------------------------------------------------------------
+
+// Word vectors per register tile: enough chains to hide the latency of an FMA, few enough to stay in registers.
+constexpr int packed_tile_vectors(int rows) {
+  if (kManyRegisters) return rows <= 2 ? 4 : rows <= 6 ? 2 : 1;
+  return rows <= 2 ? 2 : 1;
+}
+constexpr int kPackedTileRows = kManyRegisters ? 8 : 4;
+
+template <int kRows>
+HWY_INLINE void add_packed_rows(const uint32_t* words, int64_t steps, const float* x, int64_t x_stride,
+                                const float* scales, float* totals) {
+  constexpr int kVecs = packed_tile_vectors(kRows);
+  for (int v = 0; v < kUnitVectors; v += kVecs) {
+    add_packed_group<kRows, kVecs>(words + v * kLanes, steps, x, x_stride, scales + v * (kLanes / 4),
+                                   totals + v * 2 * kLanes, kUnitFloats);
+  }
+}
+
+// All rows of the pass for units [first_unit, end_unit) of one fragment block.
+template <int kRows>
+void run_packed_units(const GemmPass& pass, int64_t first_unit, int64_t end_unit, const ThreadScratch& scratch) {
+  constexpr int kMainRows = kRows < kPackedTileRows ? kRows : kPackedTileRows;
+  constexpr int kRestRows = kRows - kMainRows;
+  const GemmPlan& plan = pass.plan;
+  const int64_t block = first_unit / kUnitsPerBlock;
+  const int64_t first_column = first_unit % kUnitsPerBlock / 2 * 64;
+  const int64_t end_column = (end_unit - 1) % kUnitsPerBlock / 2 * 64 + 64;
+  std::fill_n(scratch.totals, (end_unit - first_unit) * kRows * kUnitFloats, 0.0f);
+  for (int64_t first_group = 0; first_group < plan.groups; first_group += kChunkGroups) {
+    const int64_t end_group = std::min(plan.groups, first_group + kChunkGroups);
+    pass.load_scales(block, first_column, end_column - first_column, first_group, end_group, scratch.scales);
+    for (int64_t group = first_group; group < end_group; ++group) {
+      const int64_t step = group * plan.group_steps;
+      const int64_t steps = std::min(plan.group_steps, plan.steps - step);
+      const float* group_scales = scratch.scales + (group - first_group) * kFragmentColumns;
+      const float* x = pass.x + step * kStepDepth;
+      for (int64_t unit = first_unit; unit < end_unit; ++unit) {
+        const uint32_t* words = pass.words(unit, step);
+        const float* scales = group_scales + unit % kUnitsPerBlock / 2 * 64 + unit % 2 * 16;
+        float* totals = scratch.totals + (unit - first_unit) * kRows * kUnitFloats;
+        add_packed_rows<kMainRows>(words, steps, x, plan.x_stride, scales, totals);
+        if constexpr (kRestRows > 0) {
+          add_packed_rows<kRestRows>(words, steps, x + kMainRows * plan.x_stride, plan.x_stride, scales,
+                                     totals + kMainRows * kUnitFloats);
+        }
+      }
+    }
+  }
+  for (int64_t unit = first_unit; unit < end_unit; ++unit) {
+    pass.store_unit(unit, scratch.totals + (unit - first_unit) * kRows * kUnitFloats, 0, kRows);
+  }
+}
+
+void run_few_rows(const GemmPass& pass, float* workspace, const WorkspaceLayout& layout) {
+  using RunUnits = void (*)(const GemmPass&, int64_t, int64_t, const ThreadScratch&);
+  static constexpr RunUnits kRunUnits[kFewRows] = {
+      run_packed_units<1>, run_packed_units<2>, run_packed_units<3>, run_packed_units<4>,
+      run_packed_units<5>, run_packed_units<6>, run_packed_units<7>, run_packed_units<8>,
+  };
+  const RunUnits run_units = kRunUnits[pass.rows - 1];
+  ThreadPool& pool = ThreadPool::shared();
+  // Whole fragment blocks read memory in one stream; smaller pieces only where the threads would not come out even.
+  const int64_t enough_tasks = pool.num_threads() == 1 ? 1 : 8 * pool.num_threads();
+  int64_t units_per_task = kUnitsPerBlock;
+  while (units_per_task > 1 && pass.plan.units < enough_tasks * units_per_task) units_per_task /= 2;
+  const int64_t tasks = (pass.plan.units + units_per_task - 1) / units_per_task;
+  pool.parallel_for(tasks, [&](int64_t task, int thread) {
+    const int64_t first = task * units_per_task;
+    run_units(pass, first, std::min(pass.plan.units, first + units_per_task), layout.scratch(workspace, thread));
+  });
+}
+
+// ---- many rows: weights are widened once for up to 96 rows
+// -------------------------------------------------------------
+
+constexpr int kPanelVectors =
+    kManyRegisters ? 2 : 1;  // word vectors; twice as many of weights. 6 x 4 of 32, 6 x 2 of 16
+
+// Adds the groups of one chunk for kRows rows and one panel.
+template <int kRows>
+void add_panel(const float* panel, int64_t steps, int64_t group_steps, const float* x, int64_t x_stride,
+               const float* scales, float* totals) {
+  constexpr int64_t kPanelFloatsPerStep = 4 * 2 * kPanelVectors * kLanes;
+  for (int64_t step = 0; step < steps; step += group_steps) {
+    add_widened_group<kRows, kPanelVectors>(panel + step * kPanelFloatsPerStep, std::min(group_steps, steps - step),
+                                            x + step * kStepDepth, x_stride, scales, totals, kUnitFloats);
+    scales += kFragmentColumns;
+  }
+}
+
+// Rows [first, first + rows) of the pass, rows <= kBlockRows, for one unit.
+void run_widened_unit(const GemmPass& pass, int64_t unit, int64_t first, int64_t rows, const ThreadScratch& scratch) {
+  using AddPanel = void (*)(const float*, int64_t, int64_t, const float*, int64_t, const float*, float*);
+  static constexpr AddPanel kAddPanel[kTileRows] = {
+      add_panel<1>, add_panel<2>, add_panel<3>, add_panel<4>, add_panel<5>, add_panel<6>,
+  };
+  const GemmPlan& plan = pass.plan;
+  const int64_t strip_column = unit % kUnitsPerBlock / 2 * 64;
+  std::fill_n(scratch.totals, rows * kUnitFloats, 0.0f);
+  for (int64_t first_group = 0; first_group < plan.groups; first_group += plan.chunk_groups) {
+    const int64_t end_group = std::min(plan.groups, first_group + plan.chunk_groups);
+    const int64_t step = first_group * plan.group_steps;
+    const int64_t steps = std::min(end_group * plan.group_steps, plan.steps) - step;
+    pass.load_scales(unit / kUnitsPerBlock, strip_column, 64, first_group, end_group, scratch.scales);
+    for (int v = 0; v < kUnitVectors; v += kPanelVectors) {
+      widen_panel<kPanelVectors>(pass.words(unit, step) + v * kLanes, steps, scratch.tile);
+      const float* scales = scratch.scales + strip_column + unit % 2 * 16 + v * (kLanes / 4);
+      for (int64_t row = 0; row < rows; row += kTileRows) {
+        const int64_t tile_rows = std::min(kTileRows, rows - row);
+        const float* x = pass.x + (first + row) * plan.x_stride + step * kStepDepth;
+        kAddPanel[tile_rows - 1](scratch.tile, steps, plan.group_steps, x, plan.x_stride, scales,
+                                 scratch.totals + row * kUnitFloats + v * 2 * kLanes);
+      }
+    }
+  }
+  pass.store_unit(unit, scratch.totals, first, rows);
+}
+
+void run_many_rows(const GemmPass& pass, float* workspace, const WorkspaceLayout& layout) {
+  const int64_t blocks = (pass.rows + kBlockRows - 1) / kBlockRows;
+  const int64_t even_rows = (pass.rows + blocks - 1) / blocks;
+  const int64_t block_rows = (even_rows + kTileRows - 1) / kTileRows * kTileRows;
+  ThreadPool::shared().parallel_for(pass.plan.units * blocks, [&](int64_t task, int thread) {
+    const int64_t first = task % blocks * block_rows;
+    const int64_t rows = std::min(block_rows, pass.rows - first);
+    if (rows > 0) run_widened_unit(pass, task / blocks, first, rows, layout.scratch(workspace, thread));
+  });
+}
+
+// ---- the call
+// ----------------------------------------------------------------------------------------------------------
+
+void permute_rows(const Int4GroupwiseGemmProblem& problem, int64_t first, int64_t end, int64_t x_stride, float* x) {
+  with_float_type(problem.x_dtype, [&]<class T> {
+    for (int64_t row = first; row < end; ++row, x += x_stride) {
+      permute_row(static_cast<const T*>(problem.x) + problem.x_rows.offset(row), problem.k, x);
+    }
+  });
+}
+
+void run_int4_groupwise_gemm(const Int4GroupwiseGemmProblem& problem, float* workspace, const WorkspaceLayout& layout) {
+  const GemmPlan plan(problem);
+  for (int64_t first = 0; first < problem.m; first += kPassRows) {
+    const int64_t rows = std::min(kPassRows, problem.m - first);
+    const GemmPass pass{.problem = problem, .plan = plan, .x = workspace, .first_row = first, .rows = rows};
+    if (rows <= kFewRows) {
+      permute_rows(problem, first, first + rows, plan.x_stride, workspace);
+      run_few_rows(pass, workspace, layout);
+    } else {
+      constexpr int64_t kRowsPerTask = 8;
+      ThreadPool::shared().parallel_for((rows + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task, int) {
+        const int64_t begin = task * kRowsPerTask;
+        permute_rows(problem, first + begin, first + std::min(rows, begin + kRowsPerTask), plan.x_stride,
+                     workspace + begin * plan.x_stride);
+      });
+      run_many_rows(pass, workspace, layout);
+    }
+  }
+}
+
+#endif  // HWY_TARGET == HWY_SCALAR
+
+}  // namespace HWY_NAMESPACE
+}  // namespace polyop::cpu
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+#include <string>
+
+namespace polyop::cpu {
+
+HWY_EXPORT(int4_groupwise_gemm_has_vectors);
+HWY_EXPORT(run_int4_groupwise_gemm);
+
+Status supports_int4_groupwise_gemm_simd(const Int4GroupwiseGemmProblem& problem) {
+  if (problem.group_size % 16 != 0 || problem.group_size > kMaxGroupSize) {
+    return unsupported("group_size is " + std::to_string(problem.group_size) + ", wanted a multiple of 16 up to " +
+                       std::to_string(kMaxGroupSize));
+  }
+  if (!HWY_DYNAMIC_DISPATCH(int4_groupwise_gemm_has_vectors)()) return unsupported("the processor lacks SSSE3 or NEON");
+  return Status::ok();
+}
+
+int64_t int4_groupwise_gemm_simd_workspace_bytes(const Int4GroupwiseGemmProblem& problem) {
+  return WorkspaceLayout(problem, GemmPlan(problem), ThreadPool::shared().num_threads()).bytes;
+}
+
+Status int4_groupwise_gemm_simd(const Int4GroupwiseGemmProblem& problem, Workspace workspace, Stream) {
+  const WorkspaceLayout layout(problem, GemmPlan(problem), ThreadPool::shared().num_threads());
+  if (workspace.bytes < layout.bytes) {
+    return internal_error("int4_groupwise_gemm: workspace has " + std::to_string(workspace.bytes) + " bytes, wanted " +
+                          std::to_string(layout.bytes));
+  }
+  HWY_DYNAMIC_DISPATCH(run_int4_groupwise_gemm)(problem, static_cast<float*>(workspace.data), layout);
+  return Status::ok();
+}
+
+}  // namespace polyop::cpu
+#endif  // HWY_ONCE
