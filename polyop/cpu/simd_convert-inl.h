@@ -88,7 +88,7 @@ HWY_INLINE void store_f32(D d, hn::Vec<D> value, float* to) {
 }
 
 template <class D>
-HWY_INLINE void store_f32(D d, hn::Vec<D> value, BF16* to) {
+HWY_INLINE void store_f32(D, hn::Vec<D> value, BF16* to) {
   const hn::RebindToUnsigned<D> du;
   const hn::RebindToSigned<D> di;
   const hn::Rebind<uint16_t, D> d16;

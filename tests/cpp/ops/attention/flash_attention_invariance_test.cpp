@@ -1,0 +1,110 @@
+// The result of a sequence has the same bits whatever else is in the batch, wherever its pages lie, however large they are,
+// with any strides, any number of threads, and whether a row comes in a prefill, a chunk or a decode step.
+#include "attention_case.h"
+#include "polyop/cpu/thread_pool.h"
+
+namespace polyop::testing {
+namespace {
+
+constexpr int64_t kHeads = 9;
+constexpr int64_t kHeadDim = 40;
+
+AttentionCase case_of(std::vector<SequenceSpec> sequences, DType dtype = DType::kF32) {
+  AttentionCase spec{.sequences = std::move(sequences), .num_query_heads = kHeads, .num_kv_heads = 3};
+  spec.head_dim = kHeadDim;
+  spec.dtype = dtype;
+  return spec;
+}
+
+AttentionResult run(const AttentionCase& spec) { return AttentionMemory(spec, spec.dtype).run_fast(); }
+
+// Rows [begin, end) of a result.
+AttentionResult rows(const AttentionResult& all, int64_t begin, int64_t end) {
+  const auto cut = [&](const std::vector<float>& from, int64_t width) {
+    return std::vector<float>(from.begin() + begin * width, from.begin() + end * width);
+  };
+  return {cut(all.out, kHeads * kHeadDim), cut(all.lse, kHeads)};
+}
+
+void expect_same(const AttentionResult& got, const AttentionResult& wanted, const std::string& what) {
+  EXPECT_TRUE(same_bits(got.out, wanted.out)) << what;
+  EXPECT_TRUE(same_bits(got.lse, wanted.lse)) << what;
+}
+
+const std::vector<SequenceSpec> kBatch = {{33, 33, 1}, {1, 700, 2}, {0, 0, 3}, {130, 1100, 4}, {1, 1, 5}, {7, 2500, 6}};
+
+TEST(AttentionInvariance_Cpu, BatchNeighbours) {
+  on_every_target([] {
+    for (DType dtype : {DType::kF32, DType::kBF16}) {
+      const AttentionResult batch = run(case_of(kBatch, dtype));
+      int64_t first_row = 0;
+      for (const SequenceSpec& s : kBatch) {
+        expect_same(run(case_of({s}, dtype)), rows(batch, first_row, first_row + s.query_length), std::to_string(s.id));
+        first_row += s.query_length;
+      }
+    }
+  });
+}
+
+TEST(AttentionInvariance_Cpu, PagesStridesAndForms) {
+  on_every_target([] {
+    const AttentionResult wanted = run(case_of(kBatch));
+    for (int64_t page : {1, 3, 16, 64, 128}) {
+      for (uint64_t seed : {1, 2}) {
+        AttentionCase spec = case_of(kBatch);
+        spec.page_size = page;
+        spec.page_seed = seed;
+        spec.gap = seed == 1 ? 0 : 3;
+        expect_same(run(spec), wanted, spec.to_string());
+      }
+    }
+    for (AttentionKvForm form : {AttentionKvForm::kPacked, AttentionKvForm::kPadded}) {
+      AttentionCase spec = case_of(kBatch);
+      spec.kv_form = form;
+      expect_same(run(spec), wanted, spec.to_string());
+    }
+  });
+}
+
+TEST(AttentionInvariance_Cpu, Threads) {
+  cpu::ThreadPool& pool = cpu::ThreadPool::shared();
+  const int before = pool.num_threads();
+  for (const auto& batch : {kBatch, std::vector<SequenceSpec>{{1, 2500, 6}}, std::vector<SequenceSpec>{{7, 2500, 6}}}) {
+    pool.set_num_threads(1);
+    const AttentionResult wanted = run(case_of(batch));
+    for (int threads : {2, 3}) {
+      pool.set_num_threads(threads);
+      for (int round = 0; round < 3; ++round) expect_same(run(case_of(batch)), wanted, std::to_string(threads));
+    }
+  }
+  pool.set_num_threads(before);
+}
+
+TEST(AttentionInvariance_Cpu, PrefillChunksAndDecodeStepsAgree) {
+  on_every_target([] {
+    constexpr int64_t kLength = 600;
+    const AttentionResult whole = run(case_of({{kLength, kLength, 1}}));
+    for (int64_t end : {1, 17, 64, 65, 512, 513, 600}) {
+      expect_same(run(case_of({{1, end, 1}})), rows(whole, end - 1, end), "decode at " + std::to_string(end));
+    }
+    for (const auto& [begin, end] : {std::pair{0, 100}, {100, 163}, {163, 600}}) {
+      expect_same(run(case_of({{end - begin, end, 1}})), rows(whole, begin, end), "chunk from " + std::to_string(begin));
+    }
+  });
+}
+
+TEST(AttentionInvariance_Cpu, SlidingWindowDoesNotDependOnTheCut) {
+  on_every_target([] {
+    AttentionCase whole = case_of({{600, 600, 1}});
+    whole.window = 150;
+    const AttentionResult wanted = run(whole);
+    for (int64_t end : {100, 333, 600}) {
+      AttentionCase step = case_of({{1, end, 1}});
+      step.window = 150;
+      expect_same(run(step), rows(wanted, end - 1, end), std::to_string(end));
+    }
+  });
+}
+
+}  // namespace
+}  // namespace polyop::testing
