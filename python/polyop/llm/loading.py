@@ -13,6 +13,7 @@ from polyop.attention import (
     PositionEmbeddingType,
     RopeParams,
     get_attention_backend,
+    inverse_frequencies,
 )
 
 from .config import ModelConfig
@@ -126,21 +127,25 @@ def load_model(
     try:
         backend_class = get_attention_backend(attn_backend)
         rope = RopeParams.from_config(config, max_positions=max_seq_len)
+        inverse_frequencies(rope)  # refuses a scaling type without a formula, before any tensor is read
     except (ValueError, NotImplementedError) as error:
-        raise LlmError(str(error)) from None
+        raise LlmError(f"{source.path}: {error}") from None
     positions = PositionalEmbeddingParams(type=PositionEmbeddingType.ROPE, rope=rope)
     is_quantized = config.group_size is not None
     table_dtype = None if is_quantized else dtype
     table_shape = (config.vocab_size, config.hidden_size)
 
     def make_attention(layer_idx: int) -> AttentionBackend:
-        return backend_class(
-            layer_idx=layer_idx,
-            num_heads=config.num_attention_heads,
-            head_dim=config.head_dim,
-            num_kv_heads=config.num_key_value_heads,
-            pos_embd_params=positions,
-        )
+        try:
+            return backend_class(
+                layer_idx=layer_idx,
+                num_heads=config.num_attention_heads,
+                head_dim=config.head_dim,
+                num_kv_heads=config.num_key_value_heads,
+                pos_embd_params=positions,
+            )
+        except (ValueError, NotImplementedError) as error:
+            raise LlmError(f"{source.path}: {error}") from None
 
     has_own_head = not config.tie_word_embeddings and source.has("lm_head.weight")
     return DecoderModel(
