@@ -2,7 +2,9 @@
 // and by the scalar edges of kernels; vector code uses the bricks in polyop/cpu.
 #pragma once
 
+#include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstdint>
 #include <type_traits>
 
@@ -98,11 +100,14 @@ inline float to_float(BF16 value) { return value.to_float(); }
 inline float to_float(F8E4M3 value) { return value.to_float(); }
 inline float to_float(int8_t value) { return static_cast<float>(value); }
 
-/// `value` rounded to T (nearest even).
+/// `value` rounded to T (nearest even). int8_t saturates to [-128, 127] and makes 0 of a NaN.
 template <class T>
 T from_float(float value) {
   if constexpr (std::is_same_v<T, float>) {
     return value;
+  } else if constexpr (std::is_same_v<T, int8_t>) {
+    if (std::isnan(value)) return 0;
+    return static_cast<int8_t>(std::nearbyint(std::clamp(value, -128.0f, 127.0f)));
   } else {
     return T::from_float(value);
   }

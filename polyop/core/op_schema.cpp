@@ -114,9 +114,6 @@ std::string AttributeCondition::to_string() const {
 AttributeCondition when(std::string attribute, std::string choice) {
   return {.attribute = std::move(attribute), .choice = std::move(choice), .integer = 0, .slot = -1};
 }
-AttributeCondition when(std::string attribute, bool value) {
-  return {.attribute = std::move(attribute), .choice = {}, .integer = value ? 1 : 0, .slot = -1};
-}
 
 Dim axes(std::string name) {
   DimExpr extent = pack_extent(name);
@@ -194,6 +191,7 @@ OperandBuilder& OperandBuilder::values(DimExpr lowest, DimExpr highest) {
                              .lowest = std::move(lowest),
                              .highest = std::move(highest),
                              .used = std::nullopt,
+                             .first = std::nullopt,
                              .cumulative = false});
   return *this;
 }
@@ -209,6 +207,13 @@ OperandBuilder& OperandBuilder::cumulative(DimExpr highest) {
 }
 OperandBuilder& OperandBuilder::used_values(DimExpr lowest, DimExpr highest, DimExpr used) {
   values(std::move(lowest), std::move(highest));
+  operand_.values.back().used = std::move(used);
+  return *this;
+}
+OperandBuilder& OperandBuilder::used_values_when(AttributeCondition condition, DimExpr lowest, DimExpr highest,
+                                                 DimExpr first, DimExpr used) {
+  values_when(std::move(condition), std::move(lowest), std::move(highest));
+  operand_.values.back().first = std::move(first);
   operand_.values.back().used = std::move(used);
   return *this;
 }
@@ -345,6 +350,16 @@ SchemaBuilder& SchemaBuilder::constrain(DimExpr lhs, Relation relation, DimExpr 
   return *this;
 }
 
+SchemaBuilder& SchemaBuilder::constrain_rows(DimExpr rows, DimExpr lhs, Relation relation, DimExpr rhs,
+                                             std::string blame_operand) {
+  schema_.row_constraints_.push_back({.rows = std::move(rows),
+                                      .lhs = std::move(lhs),
+                                      .relation = relation,
+                                      .rhs = std::move(rhs),
+                                      .blame_operand = std::move(blame_operand)});
+  return *this;
+}
+
 OpSchema SchemaBuilder::build() const {
   OpSchema schema = schema_;
   NameResolver resolver(schema_, schema.defects_);
@@ -369,6 +384,7 @@ OpSchema SchemaBuilder::build() const {
       resolver.resolve(rule.lowest);
       resolver.resolve(rule.highest);
       if (rule.used) resolver.resolve(*rule.used);
+      if (rule.first) resolver.resolve(*rule.first);
     }
     if (!operand.alias_of.empty()) operand.alias_slot = resolver.operand_slot(operand.alias_of);
     if (operand.shapes.empty()) schema.defects_.push_back(operand.name + " has no shape");
@@ -378,6 +394,12 @@ OpSchema SchemaBuilder::build() const {
     if (attribute.default_rsqrt) resolver.resolve(*attribute.default_rsqrt);
   }
   for (Constraint& constraint : schema.constraints_) {
+    resolver.resolve(constraint.lhs);
+    resolver.resolve(constraint.rhs);
+    constraint.blame_slot = resolver.operand_slot(constraint.blame_operand);
+  }
+  for (RowConstraint& constraint : schema.row_constraints_) {
+    resolver.resolve(constraint.rows);
     resolver.resolve(constraint.lhs);
     resolver.resolve(constraint.rhs);
     constraint.blame_slot = resolver.operand_slot(constraint.blame_operand);

@@ -9,12 +9,13 @@
 //       .build();
 #pragma once
 
+#include <concepts>
 #include <cstdint>
-#include <initializer_list>
 #include <optional>
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "polyop/core/dim_expr.h"
@@ -75,7 +76,11 @@ struct AttributeCondition {
 };
 
 AttributeCondition when(std::string attribute, std::string choice);
-AttributeCondition when(std::string attribute, bool value);
+/// For a bool attribute. A template, so that a choice written as a literal never converts to bool.
+template <std::same_as<bool> Bool>
+AttributeCondition when(std::string attribute, Bool value) {
+  return {.attribute = std::move(attribute), .choice = {}, .integer = value ? 1 : 0, .slot = -1};
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Operands
@@ -88,6 +93,8 @@ struct Dim {
   std::string pack;  // name of the pack; empty for a single axis
 
   Dim(DimExpr expr) : extent(std::move(expr)) {}  // NOLINT(google-explicit-constructor)
+  Dim(int64_t constant) : extent(constant) {}     // NOLINT(google-explicit-constructor)
+  Dim(int constant) : extent(constant) {}         // NOLINT(google-explicit-constructor)
   Dim(DimExpr expr, std::string pack_name) : extent(std::move(expr)), pack(std::move(pack_name)) {}
 };
 
@@ -127,8 +134,9 @@ struct ValueRule {
   std::optional<AttributeCondition> condition;
   DimExpr lowest = 0;
   DimExpr highest = 0;
-  std::optional<DimExpr> used;  // rank 2: only the first `used` entries of row b are read (element() sees row b)
-  bool cumulative = false;      // rank 1: starts at 0, never decreases, ends at most at `highest`
+  std::optional<DimExpr> used;   // rank 2: only entries [first, used) of row b are read (element() sees row b)
+  std::optional<DimExpr> first;  // absent: 0
+  bool cumulative = false;       // rank 1: starts at 0, never decreases, ends at most at `highest`
 };
 
 enum class StrideRule : uint8_t {
@@ -176,6 +184,8 @@ class OperandBuilder {
   OperandBuilder& values_when(AttributeCondition condition, DimExpr lowest, DimExpr highest);
   OperandBuilder& cumulative(DimExpr highest);
   OperandBuilder& used_values(DimExpr lowest, DimExpr highest, DimExpr used);
+  OperandBuilder& used_values_when(AttributeCondition condition, DimExpr lowest, DimExpr highest, DimExpr first,
+                                   DimExpr used);
   OperandBuilder& strides(StrideRule rule);
   OperandBuilder& shape_only();
   OperandBuilder& may_alias(std::string input);
@@ -195,13 +205,25 @@ OperandBuilder output(std::string name);
 
 enum class Relation : uint8_t { kEqual, kAtMost, kMultipleOf };
 
-/// lhs <relation> rhs must hold; the text of a violation starts at `blame` (operand and axis).
+/// lhs <relation> rhs must hold; the text of a violation starts at `blame` (operand and axis; a negative axis counts
+/// from the last). A call in which the blamed operand or the operand that binds one of the symbols is absent is not
+/// concerned.
 struct Constraint {
   DimExpr lhs;
   Relation relation;
   DimExpr rhs;
   std::string blame_operand;
   int32_t blame_axis = 0;
+  int32_t blame_slot = -1;  // set by build()
+};
+
+/// As Constraint, for each b below the extent `rows`: element() sees row b. Checked where the data is host-visible.
+struct RowConstraint {
+  DimExpr rows;
+  DimExpr lhs;
+  Relation relation;
+  DimExpr rhs;
+  std::string blame_operand;
   int32_t blame_slot = -1;  // set by build()
 };
 
@@ -220,6 +242,7 @@ class OpSchema {
   [[nodiscard]] std::span<const OperandSchema> operands() const { return operands_; }
   [[nodiscard]] std::span<const AttributeSchema> attributes() const { return attributes_; }
   [[nodiscard]] std::span<const Constraint> constraints() const { return constraints_; }
+  [[nodiscard]] std::span<const RowConstraint> row_constraints() const { return row_constraints_; }
   [[nodiscard]] std::span<const std::string> symbols() const { return symbols_; }
   [[nodiscard]] std::span<const std::string> packs() const { return packs_; }
 
@@ -241,6 +264,7 @@ class OpSchema {
   std::vector<OperandSchema> operands_;
   std::vector<AttributeSchema> attributes_;
   std::vector<Constraint> constraints_;
+  std::vector<RowConstraint> row_constraints_;
   std::vector<std::string> symbols_;
   std::vector<std::string> packs_;
   std::vector<std::string> defects_;
@@ -263,6 +287,7 @@ class SchemaBuilder {
   SchemaBuilder& float_list_attribute(std::string name, std::string doc);
   SchemaBuilder& bytes_attribute(std::string name, std::string doc);
   SchemaBuilder& constrain(DimExpr lhs, Relation relation, DimExpr rhs, std::string blame_operand, int blame_axis);
+  SchemaBuilder& constrain_rows(DimExpr rows, DimExpr lhs, Relation relation, DimExpr rhs, std::string blame_operand);
 
   /// Resolves names to indices. A name that nothing declares is a bug of the operator: it is listed in defects(), and
   /// the registry refuses such a schema.

@@ -112,6 +112,7 @@ std::string operand_json(const OperandSchema& operand) {
   json += ",\"values\":" + list(operand.values, [](const ValueRule& rule) {
             return "{\"condition\":" + condition(rule.condition) + ",\"lowest\":" + expression(rule.lowest.node()) +
                    ",\"highest\":" + expression(rule.highest.node()) + ",\"cumulative\":" + boolean(rule.cumulative) +
+                   ",\"first\":" + (rule.first ? expression(rule.first->node()) : "null") +
                    ",\"used\":" + (rule.used ? expression(rule.used->node()) : "null") + "}";
           });
   return json + "}";
@@ -153,12 +154,19 @@ std::string attribute_json(const AttributeSchema& attribute) {
          "}";
 }
 
+constexpr std::string_view kRelations[] = {"equal", "at_most", "multiple_of"};
+
 std::string constraint_json(const Constraint& constraint) {
-  constexpr std::string_view kRelations[] = {"equal", "at_most", "multiple_of"};
   return "{\"lhs\":" + expression(constraint.lhs.node()) +
          ",\"relation\":" + quoted(kRelations[static_cast<int>(constraint.relation)]) +
          ",\"rhs\":" + expression(constraint.rhs.node()) + ",\"operand\":" + quoted(constraint.blame_operand) +
          ",\"axis\":" + std::to_string(constraint.blame_axis) + "}";
+}
+
+std::string row_constraint_json(const RowConstraint& constraint) {
+  return "{\"rows\":" + expression(constraint.rows.node()) + ",\"lhs\":" + expression(constraint.lhs.node()) +
+         ",\"relation\":" + quoted(kRelations[static_cast<int>(constraint.relation)]) +
+         ",\"rhs\":" + expression(constraint.rhs.node()) + ",\"operand\":" + quoted(constraint.blame_operand) + "}";
 }
 
 }  // namespace
@@ -166,7 +174,8 @@ std::string constraint_json(const Constraint& constraint) {
 std::string OpSchema::to_json() const {
   return "{\"name\":" + quoted(name_) + ",\"doc\":" + quoted(doc_) + ",\"operands\":" + list(operands_, operand_json) +
          ",\"attributes\":" + list(attributes_, attribute_json) +
-         ",\"constraints\":" + list(constraints_, constraint_json) + ",\"symbols\":" + list(symbols_, quoted) + "}";
+         ",\"constraints\":" + list(constraints_, constraint_json) +
+         ",\"row_constraints\":" + list(row_constraints_, row_constraint_json) + ",\"symbols\":" + list(symbols_, quoted) + "}";
 }
 
 }  // namespace polyop

@@ -104,6 +104,7 @@ class Binder {
     POLYOP_RETURN_IF_ERROR(bind_attributes(attributes));
     POLYOP_RETURN_IF_ERROR(for_each_operand([this](int i) { return check_presence(i); }));
     POLYOP_RETURN_IF_ERROR(for_each_operand([this](int i) { return bind_symbols(i); }));
+    POLYOP_RETURN_IF_ERROR(for_each_operand([this](int i) { return bind_symbols_of_sums(i); }));
     POLYOP_RETURN_IF_ERROR(fill_symbolic_defaults());
     POLYOP_RETURN_IF_ERROR(for_each_operand([this](int i) { return check_extents(i); }));
     POLYOP_RETURN_IF_ERROR(for_each_operand([this](int i) { return check_dtype(i); }));
@@ -111,6 +112,7 @@ class Binder {
     POLYOP_RETURN_IF_ERROR(for_each_operand([this](int i) { return check_memory(i); }));
     if (call_.device.type == DeviceType::kCpu) {
       POLYOP_RETURN_IF_ERROR(for_each_operand([this](int i) { return check_values(i); }));
+      for (const RowConstraint& rule : schema_.row_constraints()) POLYOP_RETURN_IF_ERROR(check_rows(rule));
     }
     return Status::ok();
   }
@@ -342,6 +344,27 @@ class Binder {
     return Status::ok();
   }
 
+  /// Binds the symbol of an extent `symbol + constant` (B + 1 offsets) where no plain extent did.
+  Status bind_symbols_of_sums(int index) {
+    if (!call_.has(index)) return Status::ok();
+    const TensorView& tensor = call_.tensor(index);
+    const ShapeRule& rule = *shape_rule(schema_.operands()[index], tensor.rank);
+    if (rule.broadcast || static_cast<int>(rule.dims.size()) != tensor.rank) return Status::ok();
+    for (int axis = 0; axis < tensor.rank; ++axis) {
+      const DimExpr::Node& node = rule.dims[axis].extent.node();
+      if (node.op != DimOp::kAdd || node.lhs->op != DimOp::kSymbol || node.rhs->op != DimOp::kConstant) continue;
+      if (call_.symbols[node.lhs->slot] != BoundCall::kUnbound) continue;
+      if (tensor.shape[axis] < node.rhs->value) {
+        return invalid_argument(at(index, axis) + " (" + rule.dims[axis].extent.to_string() + ") is " +
+                                std::to_string(tensor.shape[axis]) + ", wanted at least " +
+                                std::to_string(node.rhs->value));
+      }
+      call_.symbols[node.lhs->slot] = tensor.shape[axis] - node.rhs->value;
+      origins_[node.lhs->slot] = {index, axis};
+    }
+    return Status::ok();
+  }
+
   Status wrong_rank(int index) const {
     const OperandSchema& operand = schema_.operands()[index];
     std::string wanted;
@@ -396,32 +419,58 @@ class Binder {
   }
 
   Status check(const Constraint& constraint) {
-    const int64_t lhs = env_(constraint.lhs);
-    const int64_t rhs = env_(constraint.rhs);
-    const bool unbound = (constraint.lhs.is_symbol() && lhs == BoundCall::kUnbound) ||
-                         (constraint.rhs.is_symbol() && rhs == BoundCall::kUnbound);
-    if (unbound || !call_.has(constraint.blame_slot)) return Status::ok();
-    const std::string left = constraint.lhs.to_string();
-    const std::string right = constraint.rhs.to_string();
-    std::string complaint;
-    switch (constraint.relation) {
-      case Relation::kEqual:
-        if (lhs == rhs) return Status::ok();
-        complaint = "differs from " + right + " = " + std::to_string(rhs);
-        break;
-      case Relation::kAtMost:
-        if (lhs <= rhs) return Status::ok();
-        complaint = "is more than " + right + " = " + std::to_string(rhs);
-        break;
-      case Relation::kMultipleOf:
-        if (rhs > 0 ? lhs % rhs == 0 : lhs == 0) return Status::ok();
-        complaint = "is no multiple of " + right + " = " + std::to_string(rhs);
-        break;
-    }
+    if (!concerns_call(constraint) || is_met(constraint)) return Status::ok();
     const TensorView& blamed = call_.tensor(constraint.blame_slot);
-    return invalid_argument(at(constraint.blame_slot, constraint.blame_axis) + " is " +
-                            std::to_string(blamed.shape[constraint.blame_axis]) + "; " + left + " = " +
-                            std::to_string(lhs) + " " + complaint);
+    const int axis = constraint.blame_axis + (constraint.blame_axis < 0 ? blamed.rank : 0);
+    return invalid_argument(at(constraint.blame_slot, axis) + " is " + std::to_string(blamed.shape[axis]) + "; " +
+                            complaint(constraint));
+  }
+
+  Status check_rows(const RowConstraint& constraint) {
+    if (!concerns_call(constraint)) return Status::ok();
+    const int64_t rows = env_(constraint.rows);
+    for (env_.row = 0; env_.row < rows; ++env_.row) {
+      if (is_met(constraint)) continue;
+      return invalid_argument(at(constraint.blame_slot) + " at b = " + std::to_string(env_.row) + ": " +
+                              complaint(constraint));
+    }
+    return Status::ok();
+  }
+
+  // `Rule` is Constraint or RowConstraint.
+  template <class Rule>
+  bool concerns_call(const Rule& rule) const {
+    return call_.has(rule.blame_slot) && is_bound(rule.lhs.node()) && is_bound(rule.rhs.node());
+  }
+  template <class Rule>
+  bool is_met(const Rule& rule) {
+    const int64_t lhs = env_(rule.lhs);
+    const int64_t rhs = env_(rule.rhs);
+    switch (rule.relation) {
+      case Relation::kEqual:
+        return lhs == rhs;
+      case Relation::kAtMost:
+        return lhs <= rhs;
+      case Relation::kMultipleOf:
+        return rhs > 0 ? lhs % rhs == 0 : lhs == 0;
+    }
+    return false;
+  }
+  template <class Rule>
+  std::string complaint(const Rule& rule) {
+    const std::string_view verb = rule.relation == Relation::kEqual    ? " differs from "
+                                  : rule.relation == Relation::kAtMost ? " is more than "
+                                                                       : " is no multiple of ";
+    return sided(rule.lhs) + std::string(verb) + sided(rule.rhs);
+  }
+  /// "W * R = 32"; a plain number stands alone.
+  std::string sided(const DimExpr& expr) {
+    return expr.is_constant() ? expr.to_string() : expr.to_string() + " = " + std::to_string(env_(expr));
+  }
+  /// False when a symbol occurs that no given operand binds.
+  bool is_bound(const DimExpr::Node& node) const {
+    if (node.op == DimOp::kSymbol && call_.symbols[node.slot] == BoundCall::kUnbound) return false;
+    return (!node.lhs || is_bound(*node.lhs)) && (!node.rhs || is_bound(*node.rhs));
   }
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -490,8 +539,8 @@ class Binder {
         lowest = env_(rule.lowest);
         highest = env_(rule.highest);
       }
-      const int64_t used = rule.used ? std::clamp<int64_t>(env_(*rule.used), 0, columns) : columns;
-      for (int64_t column = 0; column < used; ++column) {
+      const int64_t used = rule.used ? std::min(env_(*rule.used), columns) : columns;
+      for (int64_t column = rule.first ? std::max<int64_t>(env_(*rule.first), 0) : 0; column < used; ++column) {
         const int64_t value = data[row * tensor.strides[0] + (tensor.rank == 2 ? column * tensor.strides[1] : 0)];
         const std::string_view broken = rule.cumulative && row == 0 && value != 0 ? "the first offset must be 0"
                                         : rule.cumulative && value < previous     ? "offsets must not decrease"
@@ -538,7 +587,13 @@ Status infer_outputs(const OpSchema& schema, Operands operands, std::span<const 
   POLYOP_RETURN_IF_ERROR(binder.run(attributes));
   size_t next = 0;
   for (size_t i = 0; i < schema.operands().size() && next < outputs.size(); ++i) {
-    if (schema.operands()[i].role == OperandRole::kOutput) outputs[next++] = binder.output_shape(static_cast<int>(i));
+    if (schema.operands()[i].role != OperandRole::kOutput) continue;
+    const OutputShape& output = outputs[next++] = binder.output_shape(static_cast<int>(i));
+    for (int axis = 0; axis < output.rank; ++axis) {
+      if (output.extents[axis] >= 0) continue;
+      return invalid_argument(schema.name() + ": " + schema.operands()[i].name + " axis " + std::to_string(axis) +
+                              " would be " + std::to_string(output.extents[axis]) + ", wanted at least 0");
+    }
   }
   return Status::ok();
 }
