@@ -1,5 +1,5 @@
-// Vector loads and stores of f32, f16 and bf16 memory as f32 lanes. Widening is exact; narrowing rounds to nearest even, as
-// the scalar types in polyop/core/numeric_types.h do. No access reaches past the elements asked for.
+// Vector loads and stores of f32, f16 and bf16 memory as f32 lanes. Widening is exact; narrowing rounds to nearest
+// even, as the scalar types in polyop/core/numeric_types.h do. No access reaches past the elements asked for.
 //
 // Included once per SIMD target, from a file that uses hwy/foreach_target.h.
 #if defined(POLYOP_CPU_SIMD_CONVERT_INL_H_) == defined(HWY_TARGET_TOGGLE)
@@ -22,8 +22,8 @@ namespace polyop::cpu {
 namespace HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-/// One where the target converts binary16 in hardware; elsewhere it is done with integer arithmetic, because Highway's own
-/// fallback turns infinities into finite numbers.
+/// One where the target converts binary16 in hardware; elsewhere it is done with integer arithmetic, because Highway's
+/// own fallback turns infinities into finite numbers.
 #undef POLYOP_SIMD_HAS_F16
 #if HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX3_DL || HWY_ARCH_ARM_A64
 #define POLYOP_SIMD_HAS_F16 1
@@ -31,7 +31,8 @@ namespace hn = hwy::HWY_NAMESPACE;
 #define POLYOP_SIMD_HAS_F16 0
 #endif
 
-// ---- widening --------------------------------------------------------------------------------------------------------
+// ---- widening
+// --------------------------------------------------------------------------------------------------------
 
 template <class D>
 HWY_INLINE hn::Vec<D> load_f32(D d, const float* from) {
@@ -80,7 +81,8 @@ HWY_INLINE hn::Vec<D> load_f32_n(D d, const T* from, size_t count) {
   return load_f32(d, lanes);
 }
 
-// ---- narrowing -------------------------------------------------------------------------------------------------------
+// ---- narrowing
+// -------------------------------------------------------------------------------------------------------
 
 template <class D>
 HWY_INLINE void store_f32(D d, hn::Vec<D> value, float* to) {
@@ -107,9 +109,9 @@ HWY_INLINE void store_f32(D d, hn::Vec<D> value, F16* to) {
   const hn::Rebind<hwy::float16_t, D> d16;
   hn::StoreU(hn::DemoteTo(d16, value), d16, reinterpret_cast<hwy::float16_t*>(to));
 #else
-  // Adding 2^(e+13) to a number of exponent e leaves the rounded ten-bit mantissa in the low bits of the sum. Below 2^-14
-  // the exponent stays -14, which rounds to a multiple of the least subnormal; scaling up first overflows to infinity
-  // exactly where binary16 does.
+  // Adding 2^(e+13) to a number of exponent e leaves the rounded ten-bit mantissa in the low bits of the sum. Below
+  // 2^-14 the exponent stays -14, which rounds to a multiple of the least subnormal; scaling up first overflows to
+  // infinity exactly where binary16 does.
   const hn::RebindToUnsigned<D> du;
   const hn::RebindToSigned<D> di;
   const hn::Rebind<uint16_t, D> d16;
@@ -121,8 +123,8 @@ HWY_INLINE void store_f32(D d, hn::Vec<D> value, F16* to) {
   const auto half_exponent = hn::Max(hn::BitCast(di, hn::ShiftRight<1>(exponent)), floor);
   const auto shifter = hn::BitCast(d, hn::Add(half_exponent, hn::Set(di, 0x07800000)));
   const auto sum = hn::BitCast(du, hn::Add(shifter, scaled));
-  const auto magnitude = hn::Add(hn::And(hn::ShiftRight<13>(sum), hn::Set(du, 0x7c00u)),
-                                 hn::And(sum, hn::Set(du, 0x0fffu)));
+  const auto magnitude =
+      hn::Add(hn::And(hn::ShiftRight<13>(sum), hn::Set(du, 0x7c00u)), hn::And(sum, hn::Set(du, 0x0fffu)));
   const auto is_nan = hn::RebindMask(di, hn::IsNaN(value));
   const auto narrow = hn::IfThenElse(is_nan, hn::Set(di, 0x7e00), hn::BitCast(di, magnitude));
   const auto with_sign = hn::Or(narrow, hn::BitCast(di, sign));

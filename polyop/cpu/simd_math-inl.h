@@ -17,8 +17,8 @@ namespace hn = hwy::HWY_NAMESPACE;
 
 /// 2^x, at most 2 ulp off. 2^0 is exactly 1; x < -126 (and -inf) gives 0, x >= 127.5 gives +inf, NaN gives NaN.
 ///
-/// x = n + f with n the nearest integer, so |f| <= 1/2. 2^f = 1 + f P(f) with the minimax polynomial P of degree 5 (relative
-/// error 4.0e-9, rounded coefficients included); the rest of the error is the rounding of the last two steps.
+/// x = n + f with n the nearest integer, so |f| <= 1/2. 2^f = 1 + f P(f) with the minimax polynomial P of degree 5
+/// (relative error 4.0e-9, rounded coefficients included); the rest of the error is the rounding of the last two steps.
 template <class D>
 HWY_INLINE hn::Vec<D> exp2(D d, hn::Vec<D> x) {
   const hn::RebindToSigned<D> di;

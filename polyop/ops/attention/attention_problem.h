@@ -4,12 +4,13 @@
 // For query row i of sequence b, query head h, key j, with kv head h / G:
 //   score(i, j) = scale * k_scale * sum_d q[b, i, h, d] k[b, j, h / G, d]  (+ additive mask)
 //   key j is visible when 0 <= j < kv_length(b) and the causal kind, the window, the bool mask and the tree bits agree
-//   weight      = softmax over the visible keys (a sink joins the denominator), or the score itself; optionally quantized
-//   out         = sum over visible j of weight(i, j) * v_scale * v[b, j, h / G, :]
+//   weight      = softmax over the visible keys (a sink joins the denominator), or the score itself; optionally
+//   quantized out         = sum over visible j of weight(i, j) * v_scale * v[b, j, h / G, :]
 // The README states the numerics and what is done where the sources are silent.
 //
-// Shape symbols: B sequences, S query rows per padded sequence, T packed query rows, Lmax key capacity of a padded sequence,
-// Tkv packed keys, P pages, R rows per page, W page table width, Hq and Hkv heads, G = Hq / Hkv, D and Dv head sizes.
+// Shape symbols: B sequences, S query rows per padded sequence, T packed query rows, Lmax key capacity of a padded
+// sequence, Tkv packed keys, P pages, R rows per page, W page table width, Hq and Hkv heads, G = Hq / Hkv, D and Dv
+// head sizes.
 #pragma once
 
 #include <algorithm>
@@ -45,12 +46,12 @@ enum class AttentionWindowEnd : uint8_t {
 
 enum class AttentionNormalization : uint8_t { kSoftmax, kNone };
 
-/// Rounding of the final weights before they meet v: dequantize(quantize(weight / scale)) * scale, nearest even, saturated
-/// to +-448 (kF8E4M3) or [-128, 127] (kInt8).
+/// Rounding of the final weights before they meet v: dequantize(quantize(weight / scale)) * scale, nearest even,
+/// saturated to +-448 (kF8E4M3) or [-128, 127] (kInt8).
 enum class AttentionWeightQuantization : uint8_t { kNone, kF8E4M3, kInt8 };
 
-/// Rows of heads in memory, element strides; the innermost axis is dense. The meaning of `outer_stride` depends on the form:
-/// next sequence (padded), next page (paged), unused (packed).
+/// Rows of heads in memory, element strides; the innermost axis is dense. The meaning of `outer_stride` depends on the
+/// form: next sequence (padded), next page (paged), unused (packed).
 struct HeadRows {
   void* data = nullptr;
   DType dtype = DType::kF32;
@@ -65,8 +66,8 @@ struct HeadRows {
   }
 };
 
-/// A mask [B|1, Hq|1, S|1, L|1] indexed by sequence, query head, row and key inside the sequence; an axis of extent 1 has
-/// stride 0. bool: true = visible. f32, f16, bf16: added to the score; -inf hides the key.
+/// A mask [B|1, Hq|1, S|1, L|1] indexed by sequence, query head, row and key inside the sequence; an axis of extent 1
+/// has stride 0. bool: true = visible. f32, f16, bf16: added to the score; -inf hides the key.
 struct AttentionMask {
   const void* data = nullptr;  // null: no mask
   DType dtype = DType::kBool;
@@ -80,14 +81,16 @@ struct AttentionMask {
   }
 };
 
-/// Bits [T | B * S, words] i32, least significant first. Bit c of a row's words: the row may see key kv_length - N + c, where
-/// N is tree_width(b), the number of query rows of its sequence. Earlier keys are the committed prefix: always visible.
+/// Bits [T | B * S, words] i32, least significant first. Bit c of a row's words: the row may see key kv_length - N + c,
+/// where N is tree_width(b), the number of query rows of its sequence. Earlier keys are the committed prefix: always
+/// visible.
 struct AttentionTreeMask {
   const int32_t* words = nullptr;  // null: no tree
   int64_t row_stride = 0;
 };
 
-/// Dequantization factors of an FP8 or INT8 cache, f32 [1] (per tensor, stride 0) or [Hkv] (stride 1): x = stored * scale.
+/// Dequantization factors of an FP8 or INT8 cache, f32 [1] (per tensor, stride 0) or [Hkv] (stride 1): x = stored *
+/// scale.
 struct AttentionKvScale {
   const float* data = nullptr;  // null: 1
   int64_t head_stride = 0;
@@ -123,8 +126,8 @@ struct AttentionProblem {
 
   // ---- keys and values
   AttentionKvForm kv_form = AttentionKvForm::kPaged;
-  HeadRows k;                           // f32, f16, bf16, f8e4m3, i8
-  HeadRows v;                           // k's dtype
+  HeadRows k;  // f32, f16, bf16, f8e4m3, i8
+  HeadRows v;  // k's dtype
   AttentionKvScale k_scale;
   AttentionKvScale v_scale;
   const int32_t* kv_lengths = nullptr;  // [B] keys of each sequence, new ones included; padded: null = Lmax each
@@ -132,8 +135,8 @@ struct AttentionProblem {
   int64_t kv_capacity = 0;              // keys a sequence can have: W * R, Lmax, or Tkv
   const int32_t* page_table = nullptr;  // [B, W], paged only; entries past a length are never read
   int64_t page_table_stride = 0;
-  int64_t page_size = 0;                // R
-  int64_t num_pages = 0;                // P
+  int64_t page_size = 0;  // R
+  int64_t num_pages = 0;  // P
 
   // ---- visibility
   AttentionCausal causal = AttentionCausal::kLowerRight;
@@ -152,7 +155,8 @@ struct AttentionProblem {
   /// G: query heads that share one kv head.
   [[nodiscard]] int64_t group_size() const { return num_query_heads / num_kv_heads; }
 
-  // ---- readers: rows. A row is named by its sequence and its index there; row_number() is its place in [0, T or B * S).
+  // ---- readers: rows. A row is named by its sequence and its index there; row_number() is its place in [0, T or B *
+  // S).
 
   /// Rows of the sequence that the memory has: packed rows, or S.
   [[nodiscard]] int64_t allotted_query_length(int64_t sequence) const {

@@ -155,7 +155,8 @@ Status attention_reference(const AttentionProblem& problem, Workspace workspace,
     }
     // Packed rows that belong to no sequence.
     for (int64_t row = problem.num_owned_rows(); row < problem.num_query_rows; ++row) {
-      for (int64_t d = 0; d < problem.value_head_dim; ++d) write(problem.out.at(0, row, head), problem.out.dtype, d, 0.0);
+      for (int64_t d = 0; d < problem.value_head_dim; ++d)
+        write(problem.out.at(0, row, head), problem.out.dtype, d, 0.0);
       if (problem.lse.data != nullptr) write(problem.lse.at(0, row, head), DType::kF32, 0, kMinusInfinity);
     }
   }

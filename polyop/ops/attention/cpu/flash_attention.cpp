@@ -1,16 +1,18 @@
 // flash_attention: attention of prefill, chunked prefill and decode rows in one call, in f32 on all CPU threads.
-// Math      per chunk of 512 keys: s = (scale log2(e) q) k^T, p = 2^(s - max s), o = p v; chunks merged in ascending order by
+// Math      per chunk of 512 keys: s = (scale log2(e) q) k^T, p = 2^(s - max s), o = p v; chunks merged in ascending
+// order by
 //           their maxima; out = o / sum p
 // Shapes    q [T, Hq, D] or [B, S, Hq, D] · k, v paged [P, R, Hkv, D|Dv], packed [Tkv, Hkv, D|Dv] or padded
 //           [B, Lmax, Hkv, D|Dv] · lse [T, Hq] or [B, S, Hq]; f32, f16, bf16 each
 // Layout    innermost axis dense, other strides free; keys are addressed row by row, so any page size costs the same
-// Work      task = up to 96 rows (query row x head of one kv head) x all their keys; a task much longer than a thread's share
+// Work      task = up to 96 rows (query row x head of one kv head) x all their keys; a task much longer than a thread's
+// share
 //           is cut into its chunks, whose results are merged afterwards in the same order with the same arithmetic
 // Memory    k and v are widened once per task and tile of 64 keys into L1; decode reads each key once for its G heads
-// Roofline  prefill: f32 multiply-add; decode: memory bandwidth (f32, D = 64, G = 3: 16 B of k per cycle for the transpose)
-// Numerics  all sums f32; a row's bits depend on its own q, keys and the SIMD target only; bound in README.md
-// Limits    softmax without mask, tree or quantization; see supports_flash_attention
-// Scalable vectors cannot be kept in arrays, and those machines have NEON too.
+// Roofline  prefill: f32 multiply-add; decode: memory bandwidth (f32, D = 64, G = 3: 16 B of k per cycle for the
+// transpose) Numerics  all sums f32; a row's bits depend on its own q, keys and the SIMD target only; bound in
+// README.md Limits    softmax without mask, tree or quantization; see supports_flash_attention Scalable vectors cannot
+// be kept in arrays, and those machines have NEON too.
 #define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128)
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "polyop/ops/attention/cpu/flash_attention.cpp"
@@ -89,8 +91,10 @@ void score_tile(const TaskRun& run, int64_t chunk_begin, int64_t tile_begin, int
   const float* rows[kKeysPerTile];
   // Columns outside [begin, end) hold zeros: those keys may lie outside of every page.
   for (int64_t j = 0; j < kKeysPerTile; ++j) rows[j] = scratch.zero_row;
-  gather_rows(run, run.problem.k, run.problem.head_dim, 4, false, begin, end, scratch.k_rows, rows + (begin - tile_begin));
-  const auto columns = static_cast<size_t>((end - tile_begin + int64_t{kLanes} - 1) / int64_t{kLanes} * int64_t{kLanes});
+  gather_rows(run, run.problem.k, run.problem.head_dim, 4, false, begin, end, scratch.k_rows,
+              rows + (begin - tile_begin));
+  const auto columns =
+      static_cast<size_t>((end - tile_begin + int64_t{kLanes} - 1) / int64_t{kLanes} * int64_t{kLanes});
   transpose_keys(rows, columns, run.problem.head_dim, scratch.k_tile);
 
   const float* k_tile = scratch.k_tile;
@@ -107,8 +111,8 @@ void score_tile(const TaskRun& run, int64_t chunk_begin, int64_t tile_begin, int
   }
 }
 
-// chunk_out(r) += sum over the visible keys j of the tile of p(r, j) v_j, j ascending. Hidden keys are not multiplied by
-// zero but left out: they may hold NaN.
+// chunk_out(r) += sum over the visible keys j of the tile of p(r, j) v_j, j ascending. Hidden keys are not multiplied
+// by zero but left out: they may hold NaN.
 void accumulate_tile(const TaskRun& run, int64_t chunk_begin, int64_t tile_begin, int64_t tile_end) {
   const FlashScratch& scratch = run.scratch;
   const int64_t begin = std::max(run.keys.begin, tile_begin);
@@ -156,7 +160,8 @@ void attend_chunk(const TaskRun& run, int64_t chunk) {
   }
   for (int64_t r = 0; r < run.num_rows(); ++r) {
     const IndexRange keys = run.keys_of_row(r, begin, begin + kKeysPerChunk);
-    softmax_chunk(scratch.scores + r * kKeysPerChunk, keys.begin, keys.end, scratch.chunk_max + r, scratch.chunk_sum + r);
+    softmax_chunk(scratch.scores + r * kKeysPerChunk, keys.begin, keys.end, scratch.chunk_max + r,
+                  scratch.chunk_sum + r);
   }
   std::fill_n(scratch.chunk_out, run.num_rows() * run.padded_dim, 0.0f);
   for (int64_t tile = first_tile; tile < end; tile += kKeysPerTile) {
@@ -199,7 +204,8 @@ void run_task(const AttentionProblem& problem, const FlashPlan& plan, const Flas
   const IndexRange first = problem.visible_keys(task.sequence, run.query_row(0));
   const IndexRange last = problem.visible_keys(task.sequence, run.query_row(run.num_rows() - 1));
   run.keys = {std::max(first.begin, chunk_keys_begin), std::min(last.end, chunk_keys_end)};
-  const auto width = static_cast<size_t>((problem.value_head_dim + int64_t{kLanes} - 1) / int64_t{kLanes} * int64_t{kLanes});
+  const auto width =
+      static_cast<size_t>((problem.value_head_dim + int64_t{kLanes} - 1) / int64_t{kLanes} * int64_t{kLanes});
 
   std::fill_n(scratch.zero_row, plan.padded_dim, 0.0f);
   std::fill_n(scratch.total_sum, run.num_rows(), 0.0f);
@@ -229,7 +235,8 @@ void run_task(const AttentionProblem& problem, const FlashPlan& plan, const Flas
 void merge_split(const AttentionProblem& problem, const FlashPlan& plan, const FlashTask& group, int thread) {
   const FlashScratch scratch = plan.scratch_of(thread);
   const TaskRun run{problem, group, scratch, plan.padded_dim, {}};
-  const auto width = static_cast<size_t>((problem.value_head_dim + int64_t{kLanes} - 1) / int64_t{kLanes} * int64_t{kLanes});
+  const auto width =
+      static_cast<size_t>((problem.value_head_dim + int64_t{kLanes} - 1) / int64_t{kLanes} * int64_t{kLanes});
   for (int64_t r = 0; r < run.num_rows(); ++r) {
     float max = 0.0f;
     float sum = 0.0f;
@@ -260,7 +267,8 @@ Status check_dtype(const char* operand, DType dtype) {
 }  // namespace
 
 Status supports_flash_attention(const AttentionProblem& problem) {
-  if (problem.normalization != AttentionNormalization::kSoftmax) return unsupported("normalization is none, wanted softmax");
+  if (problem.normalization != AttentionNormalization::kSoftmax)
+    return unsupported("normalization is none, wanted softmax");
   if (problem.weight_quantization != AttentionWeightQuantization::kNone) return unsupported("weights are quantized");
   if (problem.mask.data != nullptr) return unsupported("it takes no dense mask");
   if (problem.tree_mask.words != nullptr) return unsupported("it takes no tree_mask");
@@ -274,7 +282,9 @@ Status supports_flash_attention(const AttentionProblem& problem) {
   return Status::ok();
 }
 
-int64_t flash_attention_workspace_bytes(const AttentionProblem& problem) { return FlashPlan(problem).workspace_bytes(); }
+int64_t flash_attention_workspace_bytes(const AttentionProblem& problem) {
+  return FlashPlan(problem).workspace_bytes();
+}
 
 Status flash_attention(const AttentionProblem& problem, Workspace workspace, Stream) {
   FlashPlan plan(problem);

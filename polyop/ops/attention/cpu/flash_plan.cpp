@@ -19,7 +19,8 @@ constexpr int64_t round_up(int64_t a, int64_t multiple) { return ceil_div(a, mul
 
 int64_t aligned(int64_t bytes) { return round_up(bytes, kWorkspaceAlignment); }
 
-// Keys that some row of the task sees. Rows of one sequence are ordered by position, and so are both ends of their ranges.
+// Keys that some row of the task sees. Rows of one sequence are ordered by position, and so are both ends of their
+// ranges.
 IndexRange task_keys(const AttentionProblem& problem, const FlashTask& task) {
   const int64_t group = problem.group_size();
   const IndexRange first = problem.visible_keys(task.sequence, task.row_begin / group);

@@ -1,5 +1,5 @@
-// FlashPlan: how one attention call is cut into tasks for the CPU threads, and where its scratch memory lies. Nothing here
-// touches a result: every row's arithmetic is fixed by the constants below, whatever the cut.
+// FlashPlan: how one attention call is cut into tasks for the CPU threads, and where its scratch memory lies. Nothing
+// here touches a result: every row's arithmetic is fixed by the constants below, whatever the cut.
 #pragma once
 
 #include <cstdint>
@@ -12,11 +12,12 @@ namespace polyop::cpu {
 
 // Keys are cut at multiples of these from position 0 of their sequence, so a row's result does not depend on pages,
 // neighbours or threads. Changing kKeysPerChunk changes the bits of results (not their bound).
-inline constexpr int64_t kKeysPerTile = 64;    // k and v of one tile are widened to f32 and stay in L1 (D = 64: 16 KiB each)
+inline constexpr int64_t kKeysPerTile =
+    64;  // k and v of one tile are widened to f32 and stay in L1 (D = 64: 16 KiB each)
 inline constexpr int64_t kKeysPerChunk = 512;  // one softmax; chunks are merged in ascending order
 
-// Rows (query row x head of one kv head) per task: many enough to pay for widening a tile, few enough that the scores of a
-// chunk (kMaxRowsPerTask x kKeysPerChunk f32 = 192 KiB) stay in L2.
+// Rows (query row x head of one kv head) per task: many enough to pay for widening a tile, few enough that the scores
+// of a chunk (kMaxRowsPerTask x kKeysPerChunk f32 = 192 KiB) stay in L2.
 inline constexpr int64_t kMaxRowsPerTask = 96;
 inline constexpr int64_t kMinRowsPerTask = 24;
 
@@ -41,18 +42,18 @@ struct FlashTask {
 
 /// Scratch of one thread, f32; rows = rows_per_task, Dp = D and Dv padded to kLanePadding.
 struct FlashScratch {
-  float* q;           // (rows, Dp) scaled to base-2 logits
-  float* k_rows;      // (kKeysPerTile, Dp) widened keys
-  float* k_tile;      // (Dp, kKeysPerTile) their transpose
-  float* v_rows;      // (kKeysPerTile, Dp)
-  float* scores;      // (rows, kKeysPerChunk)
-  float* chunk_out;   // (rows, Dp)
-  float* total_out;   // (rows, Dp)
-  float* chunk_max;   // (rows), base-2 logits
-  float* chunk_sum;   // (rows)
-  float* total_max;   // (rows)
-  float* total_sum;   // (rows)
-  float* zero_row;    // (Dp) zeros: stands in for keys that must not be read
+  float* q;          // (rows, Dp) scaled to base-2 logits
+  float* k_rows;     // (kKeysPerTile, Dp) widened keys
+  float* k_tile;     // (Dp, kKeysPerTile) their transpose
+  float* v_rows;     // (kKeysPerTile, Dp)
+  float* scores;     // (rows, kKeysPerChunk)
+  float* chunk_out;  // (rows, Dp)
+  float* total_out;  // (rows, Dp)
+  float* chunk_max;  // (rows), base-2 logits
+  float* chunk_sum;  // (rows)
+  float* total_max;  // (rows)
+  float* total_sum;  // (rows)
+  float* zero_row;   // (Dp) zeros: stands in for keys that must not be read
 };
 
 struct FlashPlan {

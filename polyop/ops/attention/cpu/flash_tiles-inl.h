@@ -1,5 +1,5 @@
-// Register-blocked pieces of flash_attention: the f32 matrix tile, the transpose of keys, the softmax of a chunk and the
-// merge of chunks. Each states the order of its sums: it never depends on how rows are grouped.
+// Register-blocked pieces of flash_attention: the f32 matrix tile, the transpose of keys, the softmax of a chunk and
+// the merge of chunks. Each states the order of its sums: it never depends on how rows are grouped.
 //
 // Included once per SIMD target, from a file that uses hwy/foreach_target.h.
 #if defined(POLYOP_OPS_ATTENTION_CPU_FLASH_TILES_INL_H_) == defined(HWY_TARGET_TOGGLE)
@@ -29,8 +29,8 @@ using F32Vec = hn::Vec<F32>;
 constexpr size_t kLanes = hn::MaxLanes(F32());
 static_assert(kLanes <= kLanePadding && kKeysPerTile % kLanes == 0);
 
-// Accumulators of a tile are kTileRows x kTileVecs registers. With 32 registers 6 x 4 leave room for one row of b (4) and
-// a broadcast; with 16 registers 6 x 2 do.
+// Accumulators of a tile are kTileRows x kTileVecs registers. With 32 registers 6 x 4 leave room for one row of b (4)
+// and a broadcast; with 16 registers 6 x 2 do.
 constexpr int kTileRows = 6;
 #if HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX3_DL || HWY_ARCH_ARM_A64
 constexpr int kTileVecs = 4;
@@ -38,10 +38,11 @@ constexpr int kTileVecs = 4;
 constexpr int kTileVecs = 2;
 #endif
 
-// ---- c = [c +] a b ---------------------------------------------------------------------------------------------------
+// ---- c = [c +] a b
+// ---------------------------------------------------------------------------------------------------
 
-// c[r][n] = (kFromZero ? 0 : c[r][n]) + a[r][k] * b(k)[n], one fused step for each k of [k_begin, k_end) in ascending order;
-// r < kRows, n < kVecs vectors. b(k) is the address of row k.
+// c[r][n] = (kFromZero ? 0 : c[r][n]) + a[r][k] * b(k)[n], one fused step for each k of [k_begin, k_end) in ascending
+// order; r < kRows, n < kVecs vectors. b(k) is the address of row k.
 template <int kRows, int kVecs, bool kFromZero, class BRow>
 HWY_INLINE void multiply_tile(const float* HWY_RESTRICT a, size_t a_stride, size_t k_begin, size_t k_end, BRow b,
                               float* HWY_RESTRICT c, size_t c_stride) {
@@ -118,7 +119,8 @@ void multiply(size_t rows, const float* a, size_t a_stride, size_t k_begin, size
   }
 }
 
-// ---- rows of any dtype to f32 ----------------------------------------------------------------------------------------
+// ---- rows of any dtype to f32
+// ----------------------------------------------------------------------------------------
 
 // to[i] = from[i] * factor for i < count, then zeros up to a whole vector.
 template <class T>
@@ -168,7 +170,8 @@ inline void narrow_row(DType dtype, const float* from, size_t count, float facto
   }
 }
 
-// ---- transpose of keys -----------------------------------------------------------------------------------------------
+// ---- transpose of keys
+// -----------------------------------------------------------------------------------------------
 
 #if HWY_TARGET != HWY_SCALAR
 // Block b (four floats) of the result is the four floats at rows[4 * b].
@@ -213,7 +216,8 @@ HWY_INLINE void transpose_keys(const float* const* rows, size_t columns, size_t 
 #endif
 }
 
-// ---- softmax ---------------------------------------------------------------------------------------------------------
+// ---- softmax
+// ---------------------------------------------------------------------------------------------------------
 
 // -inf as the reference point of exponents would make NaN of the zero weights of an empty row.
 HWY_INLINE float finite_reference(float max) { return max == -std::numeric_limits<float>::infinity() ? 0.0f : max; }
@@ -223,8 +227,9 @@ HWY_INLINE float exp2_of(float x) {
   return hn::GetLane(exp2(d, hn::Set(d, x)));
 }
 
-// Replaces the base-2 logits scores[begin .. end) by 2^(score - max) and fills up with zeros to whole vectors; other scores
-// are neither used nor counted. Lane l of the sum adds the keys of that lane in ascending order, then lanes are added.
+// Replaces the base-2 logits scores[begin .. end) by 2^(score - max) and fills up with zeros to whole vectors; other
+// scores are neither used nor counted. Lane l of the sum adds the keys of that lane in ascending order, then lanes are
+// added.
 HWY_INLINE void softmax_chunk(float* scores, size_t begin, size_t end, float* max, float* sum) {
   const F32 d;
   const F32Vec minus_infinity = hn::Set(d, -std::numeric_limits<float>::infinity());
@@ -248,8 +253,8 @@ HWY_INLINE void softmax_chunk(float* scores, size_t begin, size_t end, float* ma
   *sum = hn::GetLane(hn::SumOfLanes(d, sums));
 }
 
-// total = total + chunk, both (max, sum, out) relative to their own maximum. An empty chunk (sum 0) changes nothing, the
-// first other one is copied, so that a row of one chunk is exact. `width` floats, a multiple of kLanes.
+// total = total + chunk, both (max, sum, out) relative to their own maximum. An empty chunk (sum 0) changes nothing,
+// the first other one is copied, so that a row of one chunk is exact. `width` floats, a multiple of kLanes.
 HWY_INLINE void merge_chunk(float chunk_max, float chunk_sum, const float* HWY_RESTRICT chunk_out, float* total_max,
                             float* total_sum, float* HWY_RESTRICT total_out, size_t width) {
   if (chunk_sum == 0.0f) return;

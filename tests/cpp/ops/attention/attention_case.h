@@ -1,12 +1,11 @@
-// AttentionCase: one attention call in words (sequences, heads, layout), and AttentionMemory: that call in memory, with NaN
-// in everything that must not be read and sentinels around everything that must not be written.
+// AttentionCase: one attention call in words (sequences, heads, layout), and AttentionMemory: that call in memory, with
+// NaN in everything that must not be read and sentinels around everything that must not be written.
 //
-// Element values depend on the sequence's id, the tensor, the position, the head and the dim only: the same sequence has the
-// same data in every batch and every layout.
+// Element values depend on the sequence's id, the tensor, the position, the head and the dim only: the same sequence
+// has the same data in every batch and every layout.
 #pragma once
 
 #include <gtest/gtest.h>
-#include <hwy/targets.h>
 
 #include <cmath>
 #include <cstdint>
@@ -43,11 +42,11 @@ struct AttentionCase {
   int64_t window = -1;
   bool sinks = false;
   int64_t rows_without_sequence = 0;
-  int64_t gap = 0;            // extra elements between heads and between rows of every tensor
-  uint64_t page_seed = 1;     // order of the pages in the pool
-  int64_t spare_pages = 2;    // pages of no sequence
-  int64_t table_slack = 3;    // page-table entries past the longest sequence
-  float magnitude = 1.5f;     // elements are in [-magnitude, magnitude]
+  int64_t gap = 0;          // extra elements between heads and between rows of every tensor
+  uint64_t page_seed = 1;   // order of the pages in the pool
+  int64_t spare_pages = 2;  // pages of no sequence
+  int64_t table_slack = 3;  // page-table entries past the longest sequence
+  float magnitude = 1.5f;   // elements are in [-magnitude, magnitude]
 
   [[nodiscard]] int64_t dv() const { return value_head_dim == 0 ? head_dim : value_head_dim; }
 
@@ -57,7 +56,8 @@ struct AttentionCase {
                        " page " + std::to_string(page_size) + " kv form " + std::to_string(static_cast<int>(kv_form)) +
                        " causal " + std::to_string(static_cast<int>(causal)) + " window " + std::to_string(window) +
                        " (q, kv):";
-    for (const auto& s : sequences) text += " (" + std::to_string(s.query_length) + ", " + std::to_string(s.kv_length) + ")";
+    for (const auto& s : sequences)
+      text += " (" + std::to_string(s.query_length) + ", " + std::to_string(s.kv_length) + ")";
     return text;
   }
 };
@@ -311,10 +311,11 @@ struct AttentionBound {
     const auto depth = static_cast<double>(spec.head_dim);
     // |q| and |k| are at most the magnitude: sum_d |q_d k_d| <= D magnitude^2.
     const double logits = depth * spec.magnitude * spec.magnitude / std::sqrt(depth);
-    const double in_chunk = static_cast<double>(std::min<int64_t>(longest, 512));
+    const double in_chunk = std::sqrt(static_cast<double>(std::min<int64_t>(longest, 512)));
     const double chunks = std::ceil(static_cast<double>(longest) / 512.0);
-    weights = kUnit * (4.0 * (depth + 4.0) * logits + 4.0 * in_chunk + 16.0 * chunks + 16.0);
-    lse = kUnit * (2.0 * (depth + 4.0) * logits + in_chunk + 16.0 * chunks + 16.0);
+    const double of_logits = 4.0 * std::sqrt(depth + 4.0) * logits;
+    weights = kUnit * (2.0 * of_logits + 8.0 * in_chunk + 16.0 * chunks + 16.0);
+    lse = kUnit * (of_logits + 4.0 * in_chunk + 16.0 * chunks + 16.0);
     rounding = out_dtype == DType::kF32 ? kUnit : out_dtype == DType::kF16 ? 0x1p-11 : 0x1p-8;
     floor = out_dtype == DType::kF16 ? 0x1p-25 : 0x1p-126;
   }
@@ -348,20 +349,6 @@ inline void expect_matches_reference(const AttentionCase& spec) {
       EXPECT_NEAR(got.lse[i], wanted.lse[i], bound.lse + 0x1p-22 * std::abs(wanted.lse[i])) << "lse element " << i;
     }
   }
-}
-
-/// Runs `check` once on every SIMD target of this processor.
-template <class Check>
-void on_every_target(Check check) {
-  for (int64_t targets = hwy::SupportedTargets(); targets != 0; targets &= targets - 1) {
-    const int64_t target = targets & -targets;
-    hwy::SetSupportedTargetsForTest(target);
-    hwy::GetChosenTarget().Update(target);
-    SCOPED_TRACE(hwy::TargetName(target));
-    check();
-  }
-  hwy::SetSupportedTargetsForTest(0);
-  hwy::GetChosenTarget().DeInit();
 }
 
 }  // namespace polyop::testing

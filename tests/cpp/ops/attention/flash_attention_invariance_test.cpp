@@ -1,6 +1,7 @@
-// The result of a sequence has the same bits whatever else is in the batch, wherever its pages lie, however large they are,
-// with any strides, any number of threads, and whether a row comes in a prefill, a chunk or a decode step.
-#include "attention_case.h"
+// The result of a sequence has the same bits whatever else is in the batch, wherever its pages lie, however large they
+// are, with any strides, any number of threads, and whether a row comes in a prefill, a chunk or a decode step.
+#include "tests/cpp/testing/simd_targets.h"
+#include "tests/cpp/ops/attention/attention_case.h"
 #include "polyop/cpu/thread_pool.h"
 
 namespace polyop::testing {
@@ -34,7 +35,7 @@ void expect_same(const AttentionResult& got, const AttentionResult& wanted, cons
 const std::vector<SequenceSpec> kBatch = {{33, 33, 1}, {1, 700, 2}, {0, 0, 3}, {130, 1100, 4}, {1, 1, 5}, {7, 2500, 6}};
 
 TEST(AttentionInvariance_Cpu, BatchNeighbours) {
-  on_every_target([] {
+  on_every_simd_target([] {
     for (DType dtype : {DType::kF32, DType::kBF16}) {
       const AttentionResult batch = run(case_of(kBatch, dtype));
       int64_t first_row = 0;
@@ -47,7 +48,7 @@ TEST(AttentionInvariance_Cpu, BatchNeighbours) {
 }
 
 TEST(AttentionInvariance_Cpu, PagesStridesAndForms) {
-  on_every_target([] {
+  on_every_simd_target([] {
     const AttentionResult wanted = run(case_of(kBatch));
     for (int64_t page : {1, 3, 16, 64, 128}) {
       for (uint64_t seed : {1, 2}) {
@@ -81,20 +82,21 @@ TEST(AttentionInvariance_Cpu, Threads) {
 }
 
 TEST(AttentionInvariance_Cpu, PrefillChunksAndDecodeStepsAgree) {
-  on_every_target([] {
+  on_every_simd_target([] {
     constexpr int64_t kLength = 600;
     const AttentionResult whole = run(case_of({{kLength, kLength, 1}}));
     for (int64_t end : {1, 17, 64, 65, 512, 513, 600}) {
       expect_same(run(case_of({{1, end, 1}})), rows(whole, end - 1, end), "decode at " + std::to_string(end));
     }
     for (const auto& [begin, end] : {std::pair{0, 100}, {100, 163}, {163, 600}}) {
-      expect_same(run(case_of({{end - begin, end, 1}})), rows(whole, begin, end), "chunk from " + std::to_string(begin));
+      expect_same(run(case_of({{end - begin, end, 1}})), rows(whole, begin, end),
+                  "chunk from " + std::to_string(begin));
     }
   });
 }
 
 TEST(AttentionInvariance_Cpu, SlidingWindowDoesNotDependOnTheCut) {
-  on_every_target([] {
+  on_every_simd_target([] {
     AttentionCase whole = case_of({{600, 600, 1}});
     whole.window = 150;
     const AttentionResult wanted = run(whole);

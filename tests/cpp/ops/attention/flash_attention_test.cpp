@@ -1,20 +1,20 @@
 // flash_attention against the reference, on every SIMD target of this processor.
 #include <limits>
 
-#include "attention_case.h"
-#include "polyop/cpu/thread_pool.h"
+#include "tests/cpp/testing/simd_targets.h"
+#include "tests/cpp/ops/attention/attention_case.h"
 
 namespace polyop::testing {
 namespace {
 
 // Prefill, chunk, decode and empty sequences around the page and tile borders, a completely full cache among them.
 std::vector<SequenceSpec> mixed_batch(int64_t page) {
-  return {{5, 5, 1},   {0, 0, 2},  {1, page, 3},      {3, page + 1, 4}, {1, page - 1, 5}, {0, 7, 6},
-          {4, 0, 7},   {1, 1, 8},  {2, 4 * page, 9},  {9, 70, 10},      {1, 129, 11}};
+  return {{5, 5, 1}, {0, 0, 2}, {1, page, 3},     {3, page + 1, 4}, {1, page - 1, 5}, {0, 7, 6},
+          {4, 0, 7}, {1, 1, 8}, {2, 4 * page, 9}, {9, 70, 10},      {1, 129, 11}};
 }
 
 TEST(Attention_Cpu, Flash_MatchesReference_HeadRatios) {
-  on_every_target([] {
+  on_every_simd_target([] {
     for (const auto& [hq, hkv] : {std::pair{1, 1}, {4, 2}, {9, 3}, {5, 1}, {14, 2}, {16, 1}, {6, 6}}) {
       for (DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
         AttentionCase spec{.sequences = mixed_batch(16), .num_query_heads = hq, .num_kv_heads = hkv};
@@ -27,7 +27,7 @@ TEST(Attention_Cpu, Flash_MatchesReference_HeadRatios) {
 }
 
 TEST(Attention_Cpu, Flash_MatchesReference_HeadSizes) {
-  on_every_target([] {
+  on_every_simd_target([] {
     for (int64_t head_dim : {1, 2, 8, 63, 64, 80, 128, 256, 512}) {
       for (DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
         AttentionCase spec{.sequences = {{7, 7, 1}, {1, 66, 2}, {3, 20, 3}}, .num_query_heads = 3, .num_kv_heads = 1};
@@ -40,7 +40,7 @@ TEST(Attention_Cpu, Flash_MatchesReference_HeadSizes) {
 }
 
 TEST(Attention_Cpu, Flash_MatchesReference_ValueHeadSizeDiffers) {
-  on_every_target([] {
+  on_every_simd_target([] {
     for (const auto& [dk, dv] : {std::pair{192, 128}, {16, 100}, {5, 3}}) {
       AttentionCase spec{.sequences = {{7, 90, 1}, {1, 66, 2}}};
       spec.head_dim = dk;
@@ -51,7 +51,7 @@ TEST(Attention_Cpu, Flash_MatchesReference_ValueHeadSizeDiffers) {
 }
 
 TEST(Attention_Cpu, Flash_MatchesReference_PageSizes) {
-  on_every_target([] {
+  on_every_simd_target([] {
     for (int64_t page : {1, 3, 16, 128}) {
       for (int64_t gap : {0, 5}) {
         AttentionCase spec{.sequences = mixed_batch(page), .num_query_heads = 6, .num_kv_heads = 2};
@@ -74,9 +74,10 @@ TEST(Attention_Cpu, Flash_MatchesReference_FullCache) {
 }
 
 TEST(Attention_Cpu, Flash_MatchesReference_FormsMasksWindowsSinks) {
-  on_every_target([] {
+  on_every_simd_target([] {
     for (AttentionKvForm form : {AttentionKvForm::kPaged, AttentionKvForm::kPacked, AttentionKvForm::kPadded}) {
-      for (AttentionCausal causal : {AttentionCausal::kNone, AttentionCausal::kUpperLeft, AttentionCausal::kLowerRight}) {
+      for (AttentionCausal causal :
+           {AttentionCausal::kNone, AttentionCausal::kUpperLeft, AttentionCausal::kLowerRight}) {
         for (int64_t window : {-1, 0, 1, 5, 40}) {
           AttentionCase spec{.sequences = {{30, 30, 1}, {12, 75, 2}, {9, 4, 3}, {1, 100, 4}}, .num_query_heads = 6};
           spec.head_dim = 16;
@@ -94,7 +95,7 @@ TEST(Attention_Cpu, Flash_MatchesReference_FormsMasksWindowsSinks) {
 }
 
 TEST(Attention_Cpu, Flash_MatchesReference_ManyChunks) {
-  on_every_target([] {
+  on_every_simd_target([] {
     for (int64_t window : {-1, 600}) {
       AttentionCase spec{.sequences = {{1, 1700, 1}, {40, 1100, 2}, {1, 512, 3}, {1, 513, 4}}, .num_query_heads = 3};
       spec.num_kv_heads = 1;
@@ -132,13 +133,14 @@ TEST(Attention_Cpu, Flash_WithoutLseWritesTheSameOutput) {
 
 // One visible key: its weight is exactly one.
 TEST(Attention_Cpu, Flash_SingleKeyGivesItsValueExactly) {
-  on_every_target([] {
+  on_every_simd_target([] {
     const AttentionCase spec{.sequences = {{1, 1, 1}}};
     AttentionMemory memory(spec, DType::kF32);
     const AttentionResult result = memory.run_fast();
     for (int64_t h = 0; h < 4; ++h) {
       for (int64_t d = 0; d < 64; ++d) {
-        EXPECT_EQ(result.out[h * 64 + d], element_at(memory.key_element(memory.problem.v, 0, 0, h / 2, d), DType::kF32, 0));
+        EXPECT_EQ(result.out[h * 64 + d],
+                  element_at(memory.key_element(memory.problem.v, 0, 0, h / 2, d), DType::kF32, 0));
       }
     }
   });
@@ -146,7 +148,7 @@ TEST(Attention_Cpu, Flash_SingleKeyGivesItsValueExactly) {
 
 // NaN and infinity in keys and values that a row must not see stay out of it; the bits are those of finite ones.
 TEST(Attention_Cpu, Flash_FutureKeysMayHoldAnything) {
-  on_every_target([] {
+  on_every_simd_target([] {
     for (float poison : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
       for (int64_t query_heads : {2, 6}) {
         AttentionCase spec{.sequences = {{70, 70, 1}}, .num_query_heads = query_heads};
@@ -178,7 +180,8 @@ TEST(Attention_Cpu, Flash_FutureKeysMayHoldAnything) {
 TEST(Attention_Cpu, Flash_NanStaysInItsRow) {
   const AttentionCase spec{.sequences = {{4, 30, 1}, {2, 10, 2}}};
   AttentionMemory memory(spec, DType::kF32);
-  set_element(memory.problem.row_address(memory.problem.q, 0, 1, 2), DType::kF32, std::numeric_limits<float>::quiet_NaN());
+  set_element(memory.problem.row_address(memory.problem.q, 0, 1, 2), DType::kF32,
+              std::numeric_limits<float>::quiet_NaN());
   const AttentionResult result = memory.run_fast();
   for (size_t i = 0; i < result.out.size(); ++i) {
     const bool spoiled = i / 64 == 1 * 4 + 2;
@@ -200,7 +203,8 @@ TEST(Attention_Cpu, Flash_SaysWhatItRefuses) {
   const float one = 1.0f;
   EXPECT_EQ(refusal([](auto& p) { p.normalization = AttentionNormalization::kNone; }),
             "normalization is none, wanted softmax");
-  EXPECT_EQ(refusal([](auto& p) { p.weight_quantization = AttentionWeightQuantization::kInt8; }), "weights are quantized");
+  EXPECT_EQ(refusal([](auto& p) { p.weight_quantization = AttentionWeightQuantization::kInt8; }),
+            "weights are quantized");
   EXPECT_EQ(refusal([&](auto& p) { p.mask.data = &word; }), "it takes no dense mask");
   EXPECT_EQ(refusal([&](auto& p) { p.tree_mask.words = &word; }), "it takes no tree_mask");
   EXPECT_EQ(refusal([](auto& p) { p.k.dtype = DType::kF8E4M3; }), "k is f8e4m3, wanted f32, f16 or bf16");
