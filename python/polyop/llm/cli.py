@@ -63,19 +63,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
-        return app(arguments, prog_name="polyop", standalone_mode=False) or 0
+        code = app(arguments, prog_name="polyop", standalone_mode=False) or 0
+        sys.stdout.flush()
+        return code
     except LlmError as error:
         message = str(error)
     except _UsageError as error:
         message = " ".join(error.format_message().split())
-    except BrokenPipeError:  # the reader of our output has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except OSError as error:  # files of the user are reported by LlmError: this is our own output
+        _drop_output()
+        if isinstance(error, BrokenPipeError):  # its reader has seen enough
+            return 1
+        message = f"the output cannot be written: {error.strerror}"
     except (KeyboardInterrupt, typer.Abort):
         return _EXIT_INTERRUPTED
-    sys.stdout.flush()
     print(f"polyop: {message}", file=sys.stderr)
     return EXIT_BAD_INPUT
+
+
+def _drop_output() -> None:
+    """Points standard output at nothing, so that what is still buffered does not fail once more at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 # ---- quantize ------------------------------------------------------------------------------------------------------
@@ -96,7 +104,8 @@ def quantize(
     from .quantize import quantize_model
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("reading", total=None)
         quantize_model(
             model,
@@ -173,6 +182,7 @@ def run(
     engine = Engine(loaded, tokenizer, max_batch=max_batch, page_size=page_size, num_pages=num_pages)
     printer = _OrderedPrinter(texts, is_silent=json_output)
     requests = [engine.submit(ids, params, printer.writer(i)) for i, ids in enumerate(prompt_ids)]
+    printer.start()
     while engine.has_work():
         for request in engine.step():
             printer.finish(request.request_id)
@@ -212,6 +222,9 @@ class _OrderedPrinter:
         self._held = [""] * len(prompts)
         self._finished = [False] * len(prompts)
         self._live = -1
+
+    def start(self) -> None:
+        """Begins the first output."""
         self._advance()
 
     def writer(self, index: int):
@@ -263,7 +276,8 @@ def perplexity(
 
     loaded = load_model(model, DTYPES[dtype.value], attn_backend=attn_backend.value)
     token_ids = load_tokenizer(model).encode(content)
-    value = compute_perplexity(loaded, token_ids, window=min(window, loaded.max_seq_len))
+    window = min(window, loaded.max_seq_len)
+    value = compute_perplexity(loaded, token_ids, window=window)
     if json_output:
         print(json.dumps({"perplexity": value, "tokens": len(token_ids), "window": window}))
     else:

@@ -106,16 +106,19 @@ class Engine:
                 f"tokens beside {max_batch - 1} generating sequences"
             )
         config = model.config
-        self.cache = KVCacheManager(
-            num_layers=config.num_hidden_layers,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            tokens_per_block=page_size,
-            max_seq_len=self.max_seq_len,
-            max_batch_size=max_batch,
-            dtype=model.dtype,
-            num_pages=num_pages,
-        )
+        try:
+            self.cache = KVCacheManager(
+                num_layers=config.num_hidden_layers,
+                num_kv_heads=config.num_key_value_heads,
+                head_dim=config.head_dim,
+                tokens_per_block=page_size,
+                max_seq_len=self.max_seq_len,
+                max_batch_size=max_batch,
+                dtype=model.dtype,
+                num_pages=num_pages,
+            )
+        except RuntimeError:  # torch's allocator
+            raise LlmError(f"no memory for a KV cache of {max_batch} sequences of {self.max_seq_len} tokens") from None
         self._metadata = model.backend.Metadata(
             max_num_requests=max_batch, max_num_tokens=self.max_num_tokens, kv_cache_manager=self.cache
         )

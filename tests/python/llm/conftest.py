@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-TEXT_FILE = Path(__file__).resolve().parents[2] / "data" / "perplexity_text.txt"
-
 TINY_CONFIG = {
     "model_type": "llama",
     "hidden_size": 48,
