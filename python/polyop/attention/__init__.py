@@ -9,6 +9,7 @@
 >>> out = layer.forward(q, k, v, metadata)      # once per layer; q [6, 9 * 64]
 """
 
+from .fused import FusedAttention, FusedAttentionMetadata
 from .interface import (
     AttentionBackend,
     AttentionMask,
@@ -34,6 +35,8 @@ __all__ = [
     "AttentionMask",
     "AttentionMetadata",
     "CustomAttentionMask",
+    "FusedAttention",
+    "FusedAttentionMetadata",
     "KVCacheParams",
     "PositionEmbeddingType",
     "PositionalEmbeddingParams",
