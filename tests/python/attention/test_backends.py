@@ -411,3 +411,36 @@ def test_fused_equals_vanilla_over_random_ragged_batches(seed):
             if length:
                 worst = (first[rows].double() - second[rows].double()).abs().max().item()
                 assert worst <= 2 * bound, f"seed {seed} step {step} {shape}: {worst:.3e} > {2 * bound:.3e}"
+
+
+# ---- cost of a layer -----------------------------------------------------------------------------------------------
+
+
+def test_fused_layer_makes_three_operator_calls_and_prepare_one_runtime_call(monkeypatch):
+    import polyop.attention.fused as fused
+    import polyop.kv_cache.runtime_functions as runtime
+
+    calls = []
+
+    def counted(name, function):
+        def call(*args, **kwargs):
+            calls.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    for module, names in (
+        (fused, ("rotary_embedding", "kv_cache_update", "attention")),
+        (runtime, ("fill_step", "fill_page_table", "pages", "num_tokens")),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
+    model = Model("fused", rope=ROPE)
+    model.cache.prepare_resources([1, 2], [5, 3])
+    model.metadata.seq_lens, model.metadata.num_contexts, model.metadata.request_ids = [5, 3], 2, [1, 2]
+    model.metadata.kv_cache_params = KVCacheParams(num_cached_tokens_per_seq=[0, 0])
+    model.metadata.prepare()
+    assert calls == ["fill_step"]
+    calls.clear()
+    model.layer.forward(*model.inputs(0, 8), model.metadata)
+    assert calls == ["rotary_embedding", "kv_cache_update", "attention"]

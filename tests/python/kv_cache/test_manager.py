@@ -185,3 +185,21 @@ def test_step_buffers_refuse_and_stay_untouched(arguments, text):
         buffers.fill(cache, *arguments)
     for name in names:
         assert torch.equal(getattr(buffers, name), before[name]), name
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_step_buffers_on_a_device_hold_the_same_numbers_at_fixed_addresses():
+    cache = make()
+    cache.prepare_resources([1, 2], [6, 3])
+    sizes = {"max_sequences": 4, "max_tokens": 8, "max_blocks_per_seq": cache.max_blocks_per_seq}
+    host, device = StepBuffers(**sizes), StepBuffers(**sizes, device="cuda")
+    names = ("query_offsets", "write_positions", "kv_lengths", "logits_rows", "position_ids")
+    pointers = [getattr(device, name).data_ptr() for name in (*names, "page_table")]
+    for arguments in (([1, 2], [6, 1], [0, 2]), ([2], [2], [1])):
+        for buffers in (host, device):
+            buffers.fill(cache, *arguments)
+        for name in names:
+            assert torch.equal(getattr(host, name), getattr(device, name).cpu()), name
+        rows = len(arguments[0])
+        assert torch.equal(host.page_table[:rows], device.page_table[:rows].cpu())
+    assert pointers == [getattr(device, name).data_ptr() for name in (*names, "page_table")]
