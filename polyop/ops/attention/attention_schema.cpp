@@ -222,8 +222,8 @@ Status check_combinations(const BoundCall& call) {
                             std::string(dtype_name(out.dtype)));
   }
   if (kNormalizations[call.attributes[kNormalization].integer] == AttentionNormalization::kSoftmax) return Status::ok();
-  if (call.has(kSinks)) return invalid_argument("attention: sinks belong only to normalization=softmax");
-  if (call.has(kLse)) return invalid_argument("attention: lse belongs only to normalization=softmax");
+  if (call.has(kSinks)) return invalid_argument("attention: sinks belong only to normalization = softmax");
+  if (call.has(kLse)) return invalid_argument("attention: lse belongs only to normalization = softmax");
   return Status::ok();
 }
 

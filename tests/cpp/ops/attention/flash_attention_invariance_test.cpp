@@ -1,8 +1,8 @@
 // The result of a sequence has the same bits whatever else is in the batch, wherever its pages lie, however large they
 // are, with any strides, any number of threads, and whether a row comes in a prefill, a chunk or a decode step.
-#include "tests/cpp/testing/simd_targets.h"
-#include "tests/cpp/ops/attention/attention_case.h"
 #include "polyop/cpu/thread_pool.h"
+#include "tests/cpp/ops/attention/attention_case.h"
+#include "tests/cpp/testing/simd_targets.h"
 
 namespace polyop::testing {
 namespace {

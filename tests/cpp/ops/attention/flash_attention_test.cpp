@@ -1,8 +1,8 @@
 // flash_attention against the reference, on every SIMD target of this processor.
 #include <limits>
 
-#include "tests/cpp/testing/simd_targets.h"
 #include "tests/cpp/ops/attention/attention_case.h"
+#include "tests/cpp/testing/simd_targets.h"
 
 namespace polyop::testing {
 namespace {
