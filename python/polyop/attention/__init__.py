@@ -13,12 +13,11 @@ from .fused import FusedAttention, FusedAttentionMetadata
 from .interface import (
     AttentionBackend,
     AttentionMask,
-    AttentionMetadata,
     CustomAttentionMask,
-    KVCacheParams,
     PredefinedAttentionMask,
     QuantConfig,
 )
+from .metadata import AttentionMetadata, KVCacheParams
 from .registry import available_attention_backends, get_attention_backend, register_attention_backend
 from .rope import (
     PositionalEmbeddingParams,

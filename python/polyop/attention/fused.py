@@ -13,11 +13,11 @@ from polyop.ops import attention, kv_cache_update, rotary_embedding
 from .interface import (
     AttentionBackend,
     AttentionMask,
-    AttentionMetadata,
     PositionalEmbeddingParams,
     PredefinedAttentionMask,
     QuantConfig,
 )
+from .metadata import AttentionMetadata
 from .registry import register_attention_backend
 from .rope import rope_cos_sin_table
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from .interface import AttentionBackend, AttentionMask, AttentionMetadata, PredefinedAttentionMask
+from .interface import AttentionBackend, AttentionMask, PredefinedAttentionMask
+from .metadata import AttentionMetadata
 from .registry import register_attention_backend
 from .rope import rope_cos_sin_table
 
