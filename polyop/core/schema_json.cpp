@@ -175,7 +175,8 @@ std::string OpSchema::to_json() const {
   return "{\"name\":" + quoted(name_) + ",\"doc\":" + quoted(doc_) + ",\"operands\":" + list(operands_, operand_json) +
          ",\"attributes\":" + list(attributes_, attribute_json) +
          ",\"constraints\":" + list(constraints_, constraint_json) +
-         ",\"row_constraints\":" + list(row_constraints_, row_constraint_json) + ",\"symbols\":" + list(symbols_, quoted) + "}";
+         ",\"row_constraints\":" + list(row_constraints_, row_constraint_json) +
+         ",\"symbols\":" + list(symbols_, quoted) + "}";
 }
 
 }  // namespace polyop

@@ -1,6 +1,6 @@
-// KvCacheUpdateProblem: one bound call of kv_cache_update; the only thing its kernels receive. Both forms of the cache and
-// of the update are one here: a linear cache is a paged one in which sequence b owns page b of Lmax rows, and padded
-// tokens are packed ones with S tokens a sequence.
+// KvCacheUpdateProblem: one bound call of kv_cache_update; the only thing its kernels receive. Both forms of the cache
+// and of the update are one here: a linear cache is a paged one in which sequence b owns page b of Lmax rows, and
+// padded tokens are packed ones with S tokens a sequence.
 #pragma once
 
 #include <array>
@@ -17,7 +17,7 @@ struct KvCachePlane {
   int64_t page_stride = 0;
   int64_t row_stride = 0;
   int64_t cache_head_stride = 0;
-  const void* update = nullptr;  // token t of sequence b at b * update_sequence_stride + t * update_token_stride
+  const void* update = nullptr;        // token t of sequence b at b * update_sequence_stride + t * update_token_stride
   int64_t update_sequence_stride = 0;  // 0 when packed: tokens are counted through the whole batch
   int64_t update_token_stride = 0;
   int64_t update_head_stride = 0;
@@ -29,12 +29,12 @@ struct KvCacheUpdateProblem {
   std::array<KvCachePlane, 2> planes;  // keys, then values
   int32_t num_planes = 1;              // 1: no values
   DType cache_dtype = DType::kF32;
-  DType update_dtype = DType::kF32;  // differs from cache_dtype when that is f8e4m3 or i8
-  int64_t num_sequences = 0;         // B
-  int64_t num_kv_heads = 0;          // Hkv
-  int64_t head_dim = 0;              // D
-  int64_t page_size = 0;             // R, or Lmax of a linear cache
-  int64_t padded_tokens = 0;         // S; counts when update_offsets is null
+  DType update_dtype = DType::kF32;          // differs from cache_dtype when that is f8e4m3 or i8
+  int64_t num_sequences = 0;                 // B
+  int64_t num_kv_heads = 0;                  // Hkv
+  int64_t head_dim = 0;                      // D
+  int64_t page_size = 0;                     // R, or Lmax of a linear cache
+  int64_t padded_tokens = 0;                 // S; counts when update_offsets is null
   const int32_t* update_offsets = nullptr;   // [B + 1]; null: padded
   const int32_t* write_positions = nullptr;  // [B]; null: zeros
   const int32_t* page_table = nullptr;       // [B, W]; null: linear

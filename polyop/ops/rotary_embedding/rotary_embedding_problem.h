@@ -9,8 +9,8 @@
 
 namespace polyop {
 
-/// The heads of q or of k: [T, heads, D], D dense, other strides free (elements). `out` is `x` with the same strides, or
-/// memory of its own.
+/// The heads of q or of k: [T, heads, D], D dense, other strides free (elements). `out` is `x` with the same strides,
+/// or memory of its own.
 struct RotaryHeads {
   const void* x = nullptr;
   void* out = nullptr;
@@ -22,15 +22,15 @@ struct RotaryHeads {
 };
 
 struct RotaryEmbeddingProblem {
-  std::array<RotaryHeads, 2> heads;  // q, then k
-  int32_t num_inputs = 1;            // 1: q alone
-  DType dtype = DType::kF32;         // of q and k and their outputs
-  int64_t num_tokens = 0;            // T
-  int64_t head_dim = 0;              // D
-  int64_t rotary_dim = 0;            // Drot, even, at most D
-  bool interleaved = false;          // pairs (2j, 2j+1) instead of (j, j + Drot/2)
-  const float* cos_sin = nullptr;    // [Lmax, Drot]: Drot/2 cosines, then Drot/2 sines
-  int64_t cos_sin_stride = 0;        // elements between rows
+  std::array<RotaryHeads, 2> heads;    // q, then k
+  int32_t num_inputs = 1;              // 1: q alone
+  DType dtype = DType::kF32;           // of q and k and their outputs
+  int64_t num_tokens = 0;              // T
+  int64_t head_dim = 0;                // D
+  int64_t rotary_dim = 0;              // Drot, even, at most D
+  bool interleaved = false;            // pairs (2j, 2j+1) instead of (j, j + Drot/2)
+  const float* cos_sin = nullptr;      // [Lmax, Drot]: Drot/2 cosines, then Drot/2 sines
+  int64_t cos_sin_stride = 0;          // elements between rows
   const void* position_ids = nullptr;  // [T] i32 or i64, dense; null: row t belongs to token t
   bool position_ids_are_i64 = false;
 

@@ -16,8 +16,8 @@ class GuardedTensor {
  public:
   static constexpr uint8_t kSentinel = 0xa5;
 
-  /// `pitch_gaps`: unused elements behind each extent when stepping along the axis before it (as a column view has them);
-  /// empty: contiguous.
+  /// `pitch_gaps`: unused elements behind each extent when stepping along the axis before it (as a column view has
+  /// them); empty: contiguous.
   GuardedTensor(DType dtype, std::vector<int64_t> shape, std::vector<int64_t> pitch_gaps = {}) {
     view_.dtype = dtype;
     view_.rank = static_cast<int32_t>(shape.size());

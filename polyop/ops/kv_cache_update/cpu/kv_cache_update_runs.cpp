@@ -2,7 +2,8 @@
 // Math      cache row write_position + t of sequence b = token t of sequence b, as bits or as round(x / scale)
 // Shapes    pages [P, R, Hkv, D] or [B, Hkv, Lmax, D] · k, v [T, Hkv, D] or [B, S, Hkv, D] · page_table [B, W]
 // Layout    D dense, other strides free. Where heads and rows are dense on both sides a run is one memcpy
-// Work      one task = about kTaskBytes of consecutive tokens of the whole batch, whatever the sequences they belong to;
+// Work      one task = about kTaskBytes of consecutive tokens of the whole batch, whatever the sequences they belong
+// to;
 //           a task finds its first sequence by binary search and walks on from there
 // Memory    each update element is read once, each cache element written once; page ids of written pages only
 // Roofline  copy bandwidth
@@ -55,16 +56,16 @@ void copy_rows(const char* from, int64_t from_stride, char* to, int64_t to_strid
 
 void store_run(const KvCacheUpdateProblem& problem, const KvCachePlane& plane, const Run& run) {
   const int64_t head_dim = problem.head_dim;
-  const bool one_block = problem.num_kv_heads == 1 ||
-                         (plane.cache_head_stride == head_dim && plane.update_head_stride == head_dim &&
-                          plane.scale_stride == 0);
+  const bool one_block = problem.num_kv_heads == 1 || (plane.cache_head_stride == head_dim &&
+                                                       plane.update_head_stride == head_dim && plane.scale_stride == 0);
   const int64_t blocks = one_block ? 1 : problem.num_kv_heads;
   const int64_t width = one_block ? problem.num_kv_heads * head_dim : head_dim;  // elements
   const int64_t update_bytes = dtype_bytes(problem.update_dtype);
   const int64_t cache_bytes = dtype_bytes(problem.cache_dtype);
-  const char* from = static_cast<const char*>(plane.update) +
-                     problem.update_offset(plane, run.sequence, run.token) * update_bytes;
-  char* to = static_cast<char*>(plane.cache) + (run.page * plane.page_stride + run.row * plane.row_stride) * cache_bytes;
+  const char* from =
+      static_cast<const char*>(plane.update) + problem.update_offset(plane, run.sequence, run.token) * update_bytes;
+  char* to =
+      static_cast<char*>(plane.cache) + (run.page * plane.page_stride + run.row * plane.row_stride) * cache_bytes;
   for (int64_t block = 0; block < blocks; ++block) {
     const char* block_from = from + block * plane.update_head_stride * update_bytes;
     char* block_to = to + block * plane.cache_head_stride * cache_bytes;

@@ -35,8 +35,7 @@ HWY_INLINE void store_quantized(D d, hn::Vec<D> value, F8E4M3* to) {
   const auto sign = hn::And(hn::ShiftRight<24>(hn::BitCast(du, value)), hn::Set(du, 0x80u));
   const auto magnitude = hn::Min(hn::Abs(value), hn::Set(d, F8E4M3::kMax));
   // Below 2^-6 the steps are 2^-9: adding 2^14 leaves the rounded multiple in the low bits.
-  const auto subnormal =
-      hn::And(hn::BitCast(du, hn::Add(magnitude, hn::Set(d, 0x1p14f))), hn::Set(du, 0xffu));
+  const auto subnormal = hn::And(hn::BitCast(du, hn::Add(magnitude, hn::Set(d, 0x1p14f))), hn::Set(du, 0xffu));
   // Exponent bias 127 -> 7, 20 of 23 mantissa bits rounded away.
   const auto rebased = hn::Sub(hn::BitCast(du, magnitude), hn::Set(du, 120u << 23));
   const auto odd = hn::And(hn::ShiftRight<20>(rebased), hn::Set(du, 1u));

@@ -20,7 +20,8 @@ struct QuantizeRows {
   float scale = 1.0f;
 };
 
-/// to = from_float(from / scale), the quotient rounded to f32 first; bit for bit what polyop/core/numeric_types.h gives.
+/// to = from_float(from / scale), the quotient rounded to f32 first; bit for bit what polyop/core/numeric_types.h
+/// gives.
 void quantize_rows(const QuantizeRows& rows);
 
 }  // namespace polyop::cpu

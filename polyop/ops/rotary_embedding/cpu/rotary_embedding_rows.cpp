@@ -2,7 +2,8 @@
 // Math      y1 = x1 c - x2 s, y2 = x2 c + x1 s for each pair of channels; channels from Drot on are copied
 // Shapes    x, out [T, heads, D] f32 | f16 | bf16 (q, then k) · cos_sin [Lmax, Drot] f32 · position_ids [T]
 // Layout    D dense, other strides free; out may be x
-// Work      one task = about kTaskBytes of consecutive tokens with all heads of q and k, so a row of cos_sin is read once
+// Work      one task = about kTaskBytes of consecutive tokens with all heads of q and k, so a row of cos_sin is read
+// once
 //           from memory and then from the first-level cache
 // Memory    x is read once, out is written once; T·Drot·4 bytes of cos_sin
 // Roofline  bandwidth-bound: 3 operations a channel; in place it moves 2·T·(Hq + Hkv)·D elements

@@ -17,8 +17,8 @@ struct KvCacheCase {
   bool is_packed = true;
   bool has_values = true;
   bool has_write_positions = true;
-  int64_t page_size = 16;                 // R, paged
-  int64_t capacity = 48;                  // W * R or Lmax
+  int64_t page_size = 16;  // R, paged
+  int64_t capacity = 48;   // W * R or Lmax
   int64_t num_kv_heads = 2;
   int64_t head_dim = 8;
   int64_t scales = 0;                     // length of the scales; 0: absent
@@ -74,9 +74,9 @@ inline KvCacheTensors make_kv_cache_tensors(const KvCacheCase& c, std::mt19937& 
   const int64_t num_pages = num_sequences * columns + 1;
   const int64_t padded_tokens = num_sequences == 0 ? 4 : c.new_tokens[0];
   const auto cache = [&] {
-    const std::vector<int64_t> shape = c.is_paged
-                                           ? std::vector<int64_t>{num_pages, c.page_size, c.num_kv_heads, c.head_dim}
-                                           : std::vector<int64_t>{num_sequences, c.num_kv_heads, c.capacity, c.head_dim};
+    const std::vector<int64_t> shape =
+        c.is_paged ? std::vector<int64_t>{num_pages, c.page_size, c.num_kv_heads, c.head_dim}
+                   : std::vector<int64_t>{num_sequences, c.num_kv_heads, c.capacity, c.head_dim};
     return GuardedTensor(c.cache_dtype, shape, c.strided ? std::vector<int64_t>{0, 2, 1, 3} : std::vector<int64_t>{})
         .fill_bits(random);
   };

@@ -86,8 +86,8 @@ TEST(KvCacheUpdate_Quantization, AllHalves_RoundToNearestEven_EveryTarget) {
 TEST(KvCacheUpdate_Quantization, F32TiesAndNeighbours_RoundToNearestEven_EveryTarget) {
   std::vector<float> values = {0.0f, -0.0f, INFINITY, -INFINITY, NAN, 1e-30f, -3e38f, 447.99f, 463.9f, 464.0f, 465.0f};
   for (int code = 0; code < 0x7e; ++code) {  // halfway between neighbours of E4M3, and one step to each side
-    const float middle = 0.5f * (F8E4M3{static_cast<uint8_t>(code)}.to_float() +
-                                 F8E4M3{static_cast<uint8_t>(code + 1)}.to_float());
+    const float middle =
+        0.5f * (F8E4M3{static_cast<uint8_t>(code)}.to_float() + F8E4M3{static_cast<uint8_t>(code + 1)}.to_float());
     for (const float value : {middle, std::nextafter(middle, 0.0f), std::nextafter(middle, 1e9f)}) {
       values.push_back(value);
       values.push_back(-value);

@@ -23,7 +23,8 @@ class KvCacheUpdateRefusals : public ::testing::Test {
     const std::vector<uint8_t> k_before = tensors.k_cache.memory();
     const std::vector<uint8_t> v_before = tensors.v_cache.memory();
     const std::string text = testing::refusal(call);
-    EXPECT_TRUE(tensors.k_cache.memory() == k_before && tensors.v_cache.memory() == v_before) << "something was written";
+    EXPECT_TRUE(tensors.k_cache.memory() == k_before && tensors.v_cache.memory() == v_before)
+        << "something was written";
     return text;
   }
   std::string refuse() { return refuse(tensors.call(packed_paged)); }
@@ -60,11 +61,19 @@ TEST_F(KvCacheUpdateRefusals, SequenceThatDoesNotFit) {
             "kv_cache_update: write_positions at b = 1: write_positions[b] + S = 10 is more than Lmax = 9");
   EXPECT_EQ(refuse({.is_packed = false, .page_size = 3, .capacity = 9, .new_tokens = {4, 4}, .starts = {5, 6}}),
             "kv_cache_update: write_positions at b = 1: write_positions[b] + S = 10 is more than W * R = 9");
-  EXPECT_EQ(refuse({.is_paged = false, .is_packed = false, .has_write_positions = false, .capacity = 9,
-                    .new_tokens = {10}, .starts = {0}}),
+  EXPECT_EQ(refuse({.is_paged = false,
+                    .is_packed = false,
+                    .has_write_positions = false,
+                    .capacity = 9,
+                    .new_tokens = {10},
+                    .starts = {0}}),
             "kv_cache_update: k axis 1 is 10; S = 10 is more than Lmax = 9");
-  EXPECT_EQ(refuse({.is_packed = false, .has_write_positions = false, .page_size = 3, .capacity = 9,
-                    .new_tokens = {10}, .starts = {0}}),
+  EXPECT_EQ(refuse({.is_packed = false,
+                    .has_write_positions = false,
+                    .page_size = 3,
+                    .capacity = 9,
+                    .new_tokens = {10},
+                    .starts = {0}}),
             "kv_cache_update: k axis 1 is 10; S = 10 is more than W * R = 9");
 }
 
@@ -125,8 +134,7 @@ TEST_F(KvCacheUpdateRefusals, DtypesAndShapes) {
             "kv_cache_update: page_table axis 0 (B) is 2, wanted 3 as in write_positions axis 0");
   GuardedTensor two(DType::kI32, {2});
   const TensorView two_view = two;
-  EXPECT_EQ(refuse(with("update_offsets", &two_view)),
-            "kv_cache_update: update_offsets axis 0 (B + 1) is 2, wanted 3");
+  EXPECT_EQ(refuse(with("update_offsets", &two_view)), "kv_cache_update: update_offsets axis 0 (B + 1) is 2, wanted 3");
   KvCacheCase scaled{.num_kv_heads = 3, .scales = 2, .cache_dtype = DType::kF8E4M3};
   EXPECT_EQ(refuse(scaled), "kv_cache_update: k_scale axis 0 (Hkv) is 2, wanted 3 or 1");
   Call wrong_form = with("x", nullptr);

@@ -1,4 +1,5 @@
-// rotary_embedding: every kernel against the reference within the README's bound, in place and out of place, and refusals.
+// rotary_embedding: every kernel against the reference within the README's bound, in place and out of place, and
+// refusals.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -127,8 +128,8 @@ const Shape kShapes[] = {
 TEST_P(RotaryEmbedding, Kernels_StayWithinBound_AllShapes) {
   std::mt19937 random(1);
   for (const Shape& shape : kShapes) {
-    for (const std::optional<DType> ids_dtype : {std::optional<DType>{}, std::optional(DType::kI32),
-                                                 std::optional(DType::kI64)}) {
+    for (const std::optional<DType> ids_dtype :
+         {std::optional<DType>{}, std::optional(DType::kI32), std::optional(DType::kI64)}) {
       for (const std::string_view kernel : {"cpu_rows", "reference"}) {
         SCOPED_TRACE(std::string(kernel) + " T " + std::to_string(shape.tokens) + " D " +
                      std::to_string(shape.head_dim) + " Drot " + std::to_string(shape.rotary_dim));
@@ -220,10 +221,10 @@ TEST_P(RotaryEmbedding, Row_HasTheSameBits_AloneAndInABatch_WithAnyThreads) {
   for (const int threads : {1, 2, 3}) {
     cpu::ThreadPool::shared().set_num_threads(threads);
     GuardedTensor out(dtype(), {kTokens, 5, 88});
-    ASSERT_TRUE(call_kernel({"rotary_embedding",
-                             {{"q", q}, {"cos_sin", cos_sin}, {"position_ids", ids}, {"q_out", out}},
-                             attributes()})
-                    .is_ok());
+    ASSERT_TRUE(
+        call_kernel(
+            {"rotary_embedding", {{"q", q}, {"cos_sin", cos_sin}, {"position_ids", ids}, {"q_out", out}}, attributes()})
+            .is_ok());
     results.push_back(out.memory());
   }
   cpu::ThreadPool::shared().set_num_threads(threads_before);
@@ -246,8 +247,8 @@ TEST_P(RotaryEmbedding, Row_HasTheSameBits_AloneAndInABatch_WithAnyThreads) {
   EXPECT_EQ(results[0], out.memory());
 }
 
-// Without a fused multiply-add the f32 result is two rounded products and a rounded sum, on every processor and in every
-// tail: the scalar line below is all there is.
+// Without a fused multiply-add the f32 result is two rounded products and a rounded sum, on every processor and in
+// every tail: the scalar line below is all there is.
 TEST(RotaryEmbedding_Cpu, Rows_F32_EqualsScalarFormula_BitForBit_EveryTarget) {
   testing::on_every_simd_target([] {
     std::mt19937 random(4);
@@ -381,10 +382,10 @@ TEST_F(RotaryEmbeddingRefusals, OutputsThatOverlapSomethingElse) {
   EXPECT_EQ(refusal({"rotary_embedding", {{"q", shifted}, {"cos_sin", cos_sin}, {"q_out", shifted_out}}, {}}),
             "rotary_embedding: q_out is written and shares memory with q");
   GuardedTensor same{DType::kF16, {3, 4, 8}};
-  EXPECT_EQ(refusal({"rotary_embedding",
-                     {{"q", q}, {"k", same}, {"cos_sin", cos_sin}, {"q_out", same}, {"k_out", q_out}},
-                     {}}),
-            "rotary_embedding: q_out is written and shares memory with k");
+  EXPECT_EQ(
+      refusal(
+          {"rotary_embedding", {{"q", q}, {"k", same}, {"cos_sin", cos_sin}, {"q_out", same}, {"k_out", q_out}}, {}}),
+      "rotary_embedding: q_out is written and shares memory with k");
 }
 
 }  // namespace
