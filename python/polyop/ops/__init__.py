@@ -44,7 +44,7 @@ for _schema in SCHEMAS.values():
 
 
 def output_function(name: str) -> Callable[..., Any]:
-    """The shape function of an operator: the call's inputs and attributes to ``(shape, dtype)`` or None for each output.
+    """The shape function of an operator: inputs and attributes to ``(shape, dtype)`` or None for each output.
 
     Works on symbolic sizes too; checks nothing. Raises KeyError for an unknown operator.
     """

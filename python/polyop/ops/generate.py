@@ -10,6 +10,7 @@ Source instead of interpretation keeps a call near the cost of the packed functi
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -206,22 +207,26 @@ def call_source(schema: Schema) -> str:
 
 def docstring(schema: Schema) -> str:
     """The function's documentation: operands with shapes and dtypes, attributes with defaults, errors."""
-    lines = [schema.doc, "", "Operands:"]
+    lines: list[str] = []
+
+    def add(text: str, indent: int = 0) -> None:
+        lines.extend(textwrap.wrap(text, 108, initial_indent=" " * indent, subsequent_indent=" " * (indent + 4)))
+
+    lines += [*textwrap.wrap(schema.doc, 108), "", "Operands:"]
     for operand in schema.operands:
         notes = {"in_out": "written in place", "output": "output"}.get(operand.role, "")
         if not operand.always_required:
             notes = (notes + ", " if notes else "") + "optional"
-        lines.append(
-            f"  {operand.name}: {operand.shape_text()}; {operand.dtype_text()}" + (f" ({notes})" if notes else "")
-        )
+        suffix = f" ({notes})" if notes else ""
+        add(f"{operand.name}: {operand.shape_text()}; {operand.dtype_text()}{suffix}", 2)
         if operand.doc:
-            lines.append(f"      {operand.doc}")
+            add(operand.doc, 6)
     if schema.attributes:
         lines += ["", "Attributes:"]
     for attribute in schema.attributes:
-        choices = f" ({', '.join(attribute.choices)})" if attribute.choices else ""
+        kind = " | ".join(attribute.choices) or attribute.kind
         default = "" if attribute.required else f", default {attribute.default}"
-        lines.append(f"  {attribute.name}: {attribute.kind}{choices}{default}: {attribute.doc}")
+        add(f"{attribute.name} ({kind}{default}): {attribute.doc}", 2)
     lines += [
         "",
         "Raises ValueError when an argument breaks the schema, NotImplementedError when no kernel takes the call;",

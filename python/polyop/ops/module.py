@@ -25,6 +25,7 @@ def _library_path() -> Path:
     return path
 
 
+tvm_ffi.register_error("NotImplementedError", NotImplementedError)  # a kind that tvm-ffi does not know by itself
 _module = tvm_ffi.load_module(str(_library_path()))  # kept: unloading would take the functions away
 
 

@@ -75,12 +75,12 @@ def function_stub(schema: Schema) -> str:
         returns = pair if len(always) == len(schema.outputs) else f"Tensor | {pair}"
     body = "\n".join(f"    {line}".rstrip() for line in docstring(schema).splitlines())
     arguments = "".join(f"    {part},\n" for part in parts)
-    return f'def {schema.name}(\n{arguments}) -> {returns}:\n    """{body.strip()}\n    """\n'
+    return f'def {schema.name}(\n{arguments}) -> {returns}:\n    """{body.strip()}\n    """'
 
 
 def stub_text() -> str:
     """The whole stub file."""
-    return "\n".join([_HEADER, *[function_stub(schema) for schema in SCHEMAS.values()]])
+    return "\n\n".join([_HEADER.rstrip(), *[function_stub(schema) for schema in SCHEMAS.values()]]) + "\n"
 
 
 def main() -> int:

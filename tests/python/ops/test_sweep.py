@@ -1,6 +1,6 @@
 """Every operator against its double-precision reference, over calls drawn from its schema.
 
-The kernel that the dispatcher chooses and the kernel named "reference" run on the same call; the difference must stay
+Each kernel and the one named "reference" run on the same call; the difference must stay
 within the bound of the operator's README. Everything around what a call writes must keep its bytes.
 """
 
@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
-from sweep import Call, CallMaker, Guarded, Hints, calls
 
 from polyop import ops
 from polyop.ops.schema import Schema
 from polyop.testing import UNIT_ROUNDOFF, assert_within_bound, output_bound
+from polyop.testing.sweep import Call, CallMaker, Guarded, Hints, calls
 
 U32 = UNIT_ROUNDOFF[torch.float32]
 
@@ -81,11 +81,11 @@ HINTS: dict[str, Hints] = {
 }
 
 
-def exact(call: Call, expected: torch.Tensor, reference: Any) -> torch.Tensor | float:
+def exact(call: Call, expected: torch.Tensor) -> torch.Tensor | float:
     return 0.0
 
 
-def rotary_bound(call: Call, expected: torch.Tensor, reference: Any) -> torch.Tensor:
+def rotary_bound(call: Call, expected: torch.Tensor) -> torch.Tensor:
     """Two products and one sum: 3 u_32 (|x1 c| + |x2 s|), each at most max|x| max|cos, sin|."""
     a = call.arguments
     largest = max(t.double().abs().max().item() if t is not None and t.numel() else 0.0 for t in (a["q"], a["k"]))
@@ -93,31 +93,42 @@ def rotary_bound(call: Call, expected: torch.Tensor, reference: Any) -> torch.Te
     return output_bound(expected, expected.dtype, 6 * U32 * largest * max(table, 1.0))
 
 
-def gemm_bound(call: Call, expected: torch.Tensor, reference: Any) -> torch.Tensor:
+def gemm_bound(call: Call, expected: torch.Tensor) -> torch.Tensor:
     """n = K products, K / Kg scalings: (K + K / Kg + 8) u_32 sum |x| |q - 8| s."""
     a = call.arguments
     k, group = a["x"].shape[-1], a["group_size"]
     n = a["scales"].shape[1]
-    weight = (ops.unpack_int4_fragments(a["qweight"], n, k).double() - 8).abs()
+    weight = (ops.unpack_int4_fragments(a["qweight"].view(torch.int8), n, k).double() - 8).abs()
     weight *= a["scales"].double().abs().repeat_interleave(group, 0)[:k].T
     terms = a["x"].double().abs() @ weight.T
     return output_bound(expected, expected.dtype, (k + math.ceil(k / group) + 8) * U32 * terms)
 
 
-def attention_bound(call: Call, expected: torch.Tensor, reference: Any) -> torch.Tensor:
-    """Scores err by d = (D + 8) u_32 scale sum |q k|, weights by the factor exp(2 d), the sum by (L + 32) u_32."""
+def attention_bound(call: Call, expected: torch.Tensor) -> torch.Tensor:
+    """Scores, at most m = scale sum |q k| + |mask|, err by (D + 8) u_32 m; that error once more in the exponent and
+    (L + 32) u_32 of the sums make the relative error of a softmax row. Without softmax the weights are the scores."""
     a = call.arguments
-    q, k, v = (a[name].double().abs() for name in ("q", "k", "v"))
-    if not (q.numel() and k.numel() and v.numel()):
-        return output_bound(expected, torch.float32)
-    if k.dtype == torch.int8 or "k_scale" in a and a["k_scale"] is not None:
-        return output_bound(expected, expected.dtype, 1.0)
-    scale = a["scale"] if a["scale"] is not None else 1 / math.sqrt(q.shape[-1])
-    k, v, q = (t.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) for t in (k, v, q))
-    score_error = (q.shape[-1] + 8) * U32 * scale * q.sum(-1).max().item() * k.max().item()
-    length = k.shape[0] * k.shape[1]
-    relative = 2 * score_error + (length + 32) * U32
-    return output_bound(expected, expected.dtype, relative * max(v.max().item(), 1.0) * 4)
+
+    def largest(name: str) -> float:
+        tensor = a[name]
+        if tensor is None or tensor.dtype == torch.bool or tensor.numel() == 0:
+            return 0.0
+        return tensor.double().abs().nan_to_num(nan=0.0, posinf=0.0).max().item()
+
+    def factor(name: str) -> float:
+        return 1.0 if a[name] is None else largest(name)
+
+    width = a["q"].shape[-1]
+    length = math.prod(a["k"].shape[:-2])
+    scale = a["scale"] if a["scale"] is not None else 1 / math.sqrt(width)
+    score = scale * width * largest("q") * largest("k") * factor("k_scale") + largest("mask")
+    value = largest("v") * factor("v_scale") / (factor("output_scale") or 1.0)
+    score_error = (width + 8) * U32 * score
+    if a["normalization"] == "softmax":
+        arithmetic = (2 * score_error + (length + 32) * U32) * max(value, 1.0)
+    else:
+        arithmetic = length * value * (score_error + (length + 8) * U32 * score)
+    return output_bound(expected, expected.dtype, arithmetic)
 
 
 BOUNDS = {"rotary_embedding": rotary_bound, "int4_groupwise_gemm": gemm_bound, "attention": attention_bound}
@@ -134,23 +145,34 @@ def run(function: Any, schema: Schema, call: Call, shapes: list[Any]) -> dict[st
     return written
 
 
-@pytest.mark.parametrize("name", ops.SCHEMAS)
-def test_kernel_matches_reference(name):
+KERNELS = [
+    (name, kernel.removeprefix("cpu:"))
+    for name in ops.SCHEMAS
+    for kernel in ops.kernel_names(name)
+    if kernel.startswith("cpu:")
+]
+
+
+@pytest.mark.parametrize(("name", "kernel"), KERNELS, ids=[f"{name}-{kernel}" for name, kernel in KERNELS])
+def test_kernel_matches_reference(name, kernel):
     schema = ops.SCHEMAS[name]
-    function, reference = getattr(ops, name), ops.with_kernel(name, "reference")
+    function, reference = ops.with_kernel(name, kernel), ops.with_kernel(name, "reference")
     outputs_of = ops.output_function(name)
 
-    @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(calls(schema, HINTS.get(name, Hints())))
     def check(call: Call) -> None:
         shapes = list(outputs_of(**call.arguments))
-        got = run(function, schema, call, shapes)
+        try:
+            got = run(function, schema, call, shapes)
+        except (ValueError, NotImplementedError):
+            # A rule between operands that no hint steers around, or what this kernel leaves to the next one: each
+            # operator's own tests have the texts.
+            reject()
         expected = run(reference, schema, call, shapes)
         for operand, guarded in got.items():
             wanted = expected[operand].tensor
-            bound = BOUNDS.get(name, exact)(
-                call, wanted.double() if wanted.dtype.is_floating_point else wanted, reference
-            )
+            bound = BOUNDS.get(name, exact)(call, wanted)
             assert_within_bound(guarded.tensor, wanted, bound, f"{name}: {operand}")
             guarded.assert_surroundings_intact(operand)
 

@@ -76,7 +76,7 @@ class Guarded:
 class Call:
     """Keyword arguments of one call: inputs and attributes, and guarded memory for what is written."""
 
-    schema: Schema
+    schema: Schema = field(repr=False)
     arguments: dict[str, Any]
     extents: dict[str, int]
 
@@ -157,7 +157,8 @@ class CallMaker:
             elif rule["with"]:
                 given = rule["with"] in present
             else:
-                given = rule["required"] or self.draw(st.booleans())
+                has_shape = any(self._holds(shape["condition"]) for shape in operand.shapes)
+                given = rule["required"] or (has_shape and self.draw(st.booleans()))
             if given:
                 present[operand.name] = operand
         return list(present.values())
