@@ -298,8 +298,6 @@ def _read_text(file: Path) -> str:
 
 def _set_threads(threads: int | None) -> None:
     """Gives torch and polyop the same number of threads; must run before polyop's library is loaded."""
-    # Threads of torch that spin after each of its operators would hold the cores that polyop's own threads need.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if threads is not None:
         os.environ["POLYOP_NUM_THREADS"] = str(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)
