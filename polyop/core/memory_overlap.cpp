@@ -41,11 +41,16 @@ bool overlaps_itself(const TensorView& tensor) {
   return false;
 }
 
+std::pair<uintptr_t, uintptr_t> address_range(const TensorView& tensor) {
+  const auto begin = reinterpret_cast<uintptr_t>(tensor.data);
+  return {begin, begin + static_cast<uintptr_t>(span_bytes(tensor, 0))};
+}
+
 bool may_overlap(const TensorView& a, const TensorView& b) {
   if (a.data == nullptr || b.data == nullptr || a.num_elements() == 0 || b.num_elements() == 0) return false;
-  const auto a_begin = reinterpret_cast<uintptr_t>(a.data);
-  const auto b_begin = reinterpret_cast<uintptr_t>(b.data);
-  if (a_begin + span_bytes(a, 0) <= b_begin || b_begin + span_bytes(b, 0) <= a_begin) return false;
+  const auto [a_begin, a_end] = address_range(a);
+  const auto [b_begin, b_end] = address_range(b);
+  if (a_end <= b_begin || b_end <= a_begin) return false;
 
   // Same row pitch: compare the columns within one row.
   const int a_axis = outermost_axis(a);

@@ -168,7 +168,7 @@ class Binder {
     for (const ShapeRule& rule : operand.shapes) {
       if (!holds(rule.condition)) continue;
       const bool has_pack =
-          std::any_of(rule.dims.begin(), rule.dims.end(), [](const Dim& d) { return !d.pack.empty(); });
+          has_packs_ && std::any_of(rule.dims.begin(), rule.dims.end(), [](const Dim& d) { return !d.pack.empty(); });
       const int fixed = static_cast<int>(rule.dims.size()) - (has_pack ? 1 : 0);
       const bool fits = rank < 0 || (rule.broadcast ? rank <= fixed : has_pack ? rank >= fixed : rank == fixed);
       if (fits) return &rule;
@@ -387,6 +387,10 @@ class Binder {
     int axis = 0;
     auto dim = rule.dims.begin() + (rule.broadcast ? static_cast<int>(rule.dims.size()) - tensor.rank : 0);
     for (; dim != rule.dims.end(); ++dim) {
+      if (!rule.broadcast && dim->extent.is_symbol()) {  // compared when it was bound
+        ++axis;
+        continue;
+      }
       for (env_.axis = 0; env_.axis < extent_count(*dim); ++env_.axis, ++axis) {
         if (rule.broadcast && tensor.shape[axis] == 1) continue;
         const int64_t wanted = env_(dim->extent);
@@ -474,11 +478,25 @@ class Binder {
   }
 
   // ------------------------------------------------------------------------------------------------------------------
+  static bool is_empty(const TensorView& tensor) {
+    return std::any_of(tensor.shape.begin(), tensor.shape.begin() + tensor.rank, [](int64_t e) { return e == 0; });
+  }
+
+  /// Whether the address ranges of two operands meet: cheap, and almost never true.
+  bool ranges_meet(int a, int b) {
+    return address_range(a).first < address_range(b).second && address_range(b).first < address_range(a).second;
+  }
+  const std::pair<uintptr_t, uintptr_t>& address_range(int index) {
+    auto& range = ranges_[index];
+    if (range.second == 0 && !is_empty(call_.tensor(index))) range = ::polyop::address_range(call_.tensor(index));
+    return range;
+  }
+
   Status check_memory(int index) {
     if (!call_.has(index)) return Status::ok();
     const OperandSchema& operand = schema_.operands()[index];
     const TensorView& tensor = call_.tensor(index);
-    if (tensor.num_elements() == 0 || operand.shape_only) return Status::ok();
+    if (operand.shape_only || is_empty(tensor)) return Status::ok();
     if (tensor.data == nullptr) return invalid_argument(at(index) + " has no data");
     if (operand.stride_rule == StrideRule::kContiguous && !tensor.is_contiguous()) {
       return invalid_argument(at(index) + " is not contiguous");
@@ -502,7 +520,7 @@ class Binder {
       if (other == index || !call_.has(other)) continue;
       const OperandSchema& other_schema = schema_.operands()[other];
       if (!check_outputs_ && other_schema.role == OperandRole::kOutput) continue;
-      if (other_schema.shape_only || !may_overlap(tensor, call_.tensor(other))) continue;
+      if (other_schema.shape_only || !ranges_meet(index, other) || !may_overlap(tensor, call_.tensor(other))) continue;
       const bool allowed = other == operand.alias_slot && same_view(tensor, call_.tensor(other));
       if (!allowed) {
         return invalid_argument(at(index) + " is written and shares memory with " + other_schema.name);
@@ -570,7 +588,9 @@ class Binder {
   bool have_device_ = false;
   int device_from_ = 0;
   bool have_pack_ = false;
+  const bool has_packs_ = !schema_.packs().empty();
   std::array<std::pair<int, int>, kMaxSymbols> origins_;
+  std::array<std::pair<uintptr_t, uintptr_t>, kMaxOperands> ranges_{};  // first byte, one past the last
 };
 
 }  // namespace

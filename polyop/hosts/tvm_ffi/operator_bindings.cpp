@@ -9,6 +9,7 @@
 #include <tvm/ffi/string.h>
 
 #include <array>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -92,7 +93,8 @@ struct ListStorage {
   std::string text;
 };
 
-Status to_attribute(ffi::AnyView argument, AttributeKind kind, ListStorage* storage, AttributeValue* value) {
+Status to_attribute(ffi::AnyView argument, AttributeKind kind, std::optional<ListStorage>* storage,
+                    AttributeValue* value) {
   switch (argument.type_index()) {
     case ffi::TypeIndex::kTVMFFINone:
       return Status::ok();
@@ -109,21 +111,21 @@ Status to_attribute(ffi::AnyView argument, AttributeKind kind, ListStorage* stor
       break;
   }
   if (auto text = argument.try_cast<ffi::String>()) {
-    storage->text.assign(text->data(), text->size());
-    *value = AttributeValue::of_text(storage->text);
+    storage->emplace().text.assign(text->data(), text->size());
+    *value = AttributeValue::of_text((*storage)->text);
     return Status::ok();
   }
   if (kind == AttributeKind::kIntList) {
     if (auto list = argument.try_cast<ffi::Array<int64_t>>()) {
-      storage->integers.assign(list->begin(), list->end());
-      *value = AttributeValue::of_ints(storage->integers);
+      storage->emplace().integers.assign(list->begin(), list->end());
+      *value = AttributeValue::of_ints((*storage)->integers);
       return Status::ok();
     }
   }
   if (kind == AttributeKind::kFloatList) {
     if (auto list = argument.try_cast<ffi::Array<double>>()) {
-      storage->reals.assign(list->begin(), list->end());
-      *value = AttributeValue::of_floats(storage->reals);
+      storage->emplace().reals.assign(list->begin(), list->end());
+      *value = AttributeValue::of_floats((*storage)->reals);
       return Status::ok();
     }
   }
@@ -135,12 +137,13 @@ Status to_attribute(ffi::AnyView argument, AttributeKind kind, ListStorage* stor
   __builtin_unreachable();
 }
 
-/// Arguments of one call as core wants them; lives as long as the call.
+/// Arguments of one call as core wants them; lives as long as the call. Optionals keep what a call does not use
+/// unwritten: clearing it all would cost more than binding the call.
 struct CallArguments {
-  std::array<TensorView, kMaxOperands> views;
+  std::array<std::optional<TensorView>, kMaxOperands> views;
   std::array<const TensorView*, kMaxOperands> operands{};
   std::array<AttributeValue, kMaxAttributes> attributes{};
-  std::array<ListStorage, kMaxAttributes> lists;
+  std::array<std::optional<ListStorage>, kMaxAttributes> lists;
 
   /// Reads operands in schema order (None where absent; outputs are left out when !with_outputs), then attributes in
   /// schema order (None: the default).
@@ -152,9 +155,9 @@ struct CallArguments {
       const ffi::AnyView argument = args[next++];
       if (argument.type_index() == ffi::TypeIndex::kTVMFFINone) continue;
       const auto tensor = argument.try_cast<DLTensor*>();
-      const Status status = tensor ? to_tensor_view(**tensor, &views[i]) : invalid_argument("is no tensor");
+      const Status status = tensor ? to_tensor_view(**tensor, &views[i].emplace()) : invalid_argument("is no tensor");
       if (!status.is_ok()) fail_argument(schema, i, status);
-      operands[i] = &views[i];
+      operands[i] = &*views[i];
     }
     const size_t num_attributes = schema.attributes().size();
     if (args.size() - next != static_cast<int>(num_attributes)) fail_count(schema, args.size());
