@@ -141,6 +141,9 @@ class GgufFile:
             raise LlmError(f"{path}: not a readable GGUF file: {error}") from None
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         values = self._read_config(path, architecture)
+        # transformers leaves this key out for some architectures and takes a default of the class instead.
+        head_dim = reader.get_field(f"{architecture}.attention.key_length")
+        values["head_dim"] = None if head_dim is None else head_dim.contents()  # None: hidden size / heads
         if "rope_freqs.weight" in self._tensors:
             values["rope_parameters"] = self._read_llama3_scaling(values)
         self.config = ModelConfig.from_dict(values, str(path))

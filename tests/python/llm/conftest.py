@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -108,15 +109,37 @@ def smollm2_gguf() -> Path:
 
 
 @pytest.fixture(scope="session")
-def smollm2_f32(smollm2_gguf: Path):
-    """(model, tokenizer), dense f32."""
-    from polyop.llm import load_model, load_tokenizer
+def smollm2_read_once(smollm2_gguf: Path):
+    """While this is in use the file is parsed once, not for each load: its 100,000 token strings take ten seconds."""
+    from polyop.llm import load_tokenizer
+    from polyop.llm.weight_sources import open_source
 
-    return load_model(smollm2_gguf, max_seq_len=1024), load_tokenizer(smollm2_gguf)
+    source, tokenizer = open_source(smollm2_gguf), load_tokenizer(smollm2_gguf)
+
+    @contextmanager
+    def reading():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("polyop.llm.loading.open_source", lambda path: source)
+            patch.setattr("polyop.llm.quantize.open_source", lambda path: source)
+            patch.setattr("polyop.llm.quantize.load_tokenizer", lambda path: tokenizer)
+            yield tokenizer
+
+    return reading
 
 
 @pytest.fixture(scope="session")
-def smollm2_int4_folder(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+def smollm2_f32(smollm2_gguf: Path, smollm2_read_once):
+    """(model, tokenizer), dense f32."""
+    from polyop.llm import load_model
+
+    with smollm2_read_once() as tokenizer:
+        return load_model(smollm2_gguf, max_seq_len=1024), tokenizer
+
+
+@pytest.fixture(scope="session")
+def smollm2_int4_folder(
+    smollm2_gguf: Path, smollm2_read_once, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], Path]:
     """folder(group_size), quantized when first asked for."""
     from polyop.llm import quantize_model
 
@@ -124,7 +147,8 @@ def smollm2_int4_folder(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFac
 
     def folder(group_size: int) -> Path:
         if group_size not in done:
-            done[group_size] = quantize_model(smollm2_gguf, root / f"g{group_size}", group_size)
+            with smollm2_read_once():
+                done[group_size] = quantize_model(smollm2_gguf, root / f"g{group_size}", group_size)
         return done[group_size]
 
     return folder

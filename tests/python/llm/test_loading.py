@@ -115,10 +115,11 @@ def test_rope_settings_of_transformers_4_are_read(make_tiny_model):
 
 
 def write_gguf(path, golden, *, rope_divisors: torch.Tensor | None = None, architecture: str = "llama") -> None:
-    """A transformers llama as a GGUF file, with q and k rows in llama.cpp's interleaved order."""
+    """A transformers model as a GGUF file; a llama's q and k rows stand in llama.cpp's interleaved order."""
     import gguf
 
     config = golden.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer = gguf.GGUFWriter(str(path), architecture)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -128,18 +129,19 @@ def write_gguf(path, golden, *, rope_divisors: torch.Tensor | None = None, archi
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
     writer.add_vocab_size(config.vocab_size)
     renamed = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-               "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+               "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+                "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
                "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
                "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
                "model.layers": "blk"}  # fmt: skip
     for name, value in golden.state_dict().items():
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
-        if heads is not None:
+        if heads is not None and architecture == "llama":
             value = value.view(heads, 2, -1, config.hidden_size).swapaxes(1, 2).reshape(value.shape)
         for old, new in renamed.items():
             name = name.replace(old, new)
@@ -152,9 +154,10 @@ def write_gguf(path, golden, *, rope_divisors: torch.Tensor | None = None, archi
     writer.close()
 
 
-def test_gguf_rows_come_back_in_half_split_order(tmp_path):
-    golden = transformers_model("llama", tie_word_embeddings=False)
-    write_gguf(tmp_path / "model.gguf", golden)
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_gguf_gives_the_logits_of_transformers(kind, tmp_path):
+    golden = transformers_model(kind, tie_word_embeddings=False)
+    write_gguf(tmp_path / "model.gguf", golden, architecture=kind)
     with torch.inference_mode():
         expected = golden(torch.tensor([IDS])).logits[0]
     actual = all_logits(load_model(tmp_path / "model.gguf"), IDS)
