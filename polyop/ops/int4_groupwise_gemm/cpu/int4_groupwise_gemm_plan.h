@@ -48,18 +48,20 @@ struct GemmPlan {
 /// Scratch of one thread, in floats; parts start at multiples of 64 bytes.
 inline constexpr int64_t kScalesFloats =
     kChunkGroups * kFragmentColumns + 16;  // a vector may read past the last column
-inline constexpr int64_t kTotalsFloats = std::max(kBlockRows, kUnitsPerBlock* kFewRows) * 4 * kUnitColumns;
-inline constexpr int64_t kTileFloats = kChunkDepth * 16;  // a panel has at most 16 columns
+inline constexpr int64_t kTotalsFloats = kUnitsPerBlock * kBlockRows * 4 * kUnitColumns;
+inline constexpr int64_t kPanelScalesFloats = kChunkGroups * 64;
+inline constexpr int64_t kPanelFloats = kChunkDepth * 16;  // a panel has at most 16 columns
 
 struct ThreadScratch {
-  float* scales;  // [kChunkGroups, 128]
-  float* totals;  // partial sums, [rows or units * rows, 128]
-  float* tile;    // widened weights
+  float* scales;        // [kChunkGroups, 128]
+  float* panel_scales;  // of one panel, each in the four lanes of its column
+  float* totals;        // partial sums, [units, rows, 128]
+  float* panel;         // widened weights
 };
 
 /// The workspace: permuted x of a pass, then the scratch of each thread.
 struct WorkspaceLayout {
-  static constexpr int64_t kThreadFloats = kScalesFloats + kTotalsFloats + kTileFloats;
+  static constexpr int64_t kThreadFloats = kScalesFloats + kPanelScalesFloats + kTotalsFloats + kPanelFloats;
 
   int64_t x_floats;
   int64_t bytes;
@@ -70,8 +72,12 @@ struct WorkspaceLayout {
   }
 
   [[nodiscard]] ThreadScratch scratch(float* workspace, int thread) const {
-    float* base = workspace + x_floats + thread * kThreadFloats;
-    return {.scales = base, .totals = base + kScalesFloats, .tile = base + kScalesFloats + kTotalsFloats};
+    ThreadScratch scratch;
+    scratch.scales = workspace + x_floats + thread * kThreadFloats;
+    scratch.panel_scales = scratch.scales + kScalesFloats;
+    scratch.totals = scratch.panel_scales + kPanelScalesFloats;
+    scratch.panel = scratch.totals + kTotalsFloats;
+    return scratch;
   }
 };
 

@@ -4,14 +4,15 @@
 // Layout    one word of a fragment row is one column (two, 32 apart) x depths {2p, 2p+1, 2p+8, 2p+9} of 16, p = word
 // % 4.
 //           So a vector of words is lanes of (column, p), and an f32 vector built from nibble j of each is (kLanes / 4
-//           columns) x (4 depths). x is permuted once a call to [K/16][high depth][odd][p], whose fours are multiplied
-//           with such a vector by one 128-bit broadcast load: no shuffle and no horizontal sum before the very end.
+//           columns) x (4 depths). x is permuted once a call to [K/16][high depth][odd][row of a tile][p], whose fours
+//           are multiplied with such a vector by one 128-bit broadcast load: no shuffle and no horizontal sum before
+//           the end.
 // Order     per output element and lane p: f32 FMAs in ascending step, high depth, odd over a group; one FMA with the
 //           group's scale onto the running total; (t0 + t2) + (t1 + t3) over the lanes at the end. The same for every
 //           M, cut, thread count and vector width: rows are independent of each other bit for bit.
 // Work      M <= 8: task = 32, 64 or 128 columns (as many tasks as keep all threads busy), K innermost in groups,
 // weights
-//           widened in registers and used for all rows. Above: task = 32 columns x at most 96 rows; 256 depths of
+//           widened in registers and used for all rows. Above: the same columns x at most 96 rows; 256 depths of
 //           weights x 16 columns are widened once to a panel of 16 KiB in L1, then register tiles of 6 rows x 4 vectors
 //           run over it.
 // Memory    qweight once per call (M <= 8) or once per 96 rows; s likewise; x permuted once, M * K * 4 bytes of
@@ -58,13 +59,32 @@ HWY_INLINE void with_float_type(DType dtype, Fn&& fn) {
   return fn.template operator()<float>();
 }
 
+// First column of a unit in its fragment block; it has 16 from there and 16 from 32 columns on.
+constexpr int64_t column_in_block(int64_t unit) { return unit % kUnitsPerBlock / 2 * 64 + unit % 2 * 16; }
+
+// Units that one task takes: a whole fragment block, which reads weights in one stream and permuted x least often; less
+// where the threads would not come out even. Each unit range is worked on by `row_tasks` tasks.
+int64_t units_per_task_for(int64_t units, int64_t row_tasks) {
+  const int num_threads = ThreadPool::shared().num_threads();
+  const int64_t enough_tasks = num_threads == 1 ? 1 : 8 * num_threads;
+  int64_t units_per_task = kUnitsPerBlock;
+  while (units_per_task > 1 && units * row_tasks < enough_tasks * units_per_task) units_per_task /= 2;
+  return units_per_task;
+}
+
 // One call, or one pass of kPassRows rows of it.
 struct GemmPass {
   const Int4GroupwiseGemmProblem& problem;
   const GemmPlan& plan;
-  const float* x;     // permuted, [rows, plan.x_stride]
+  const float* x;  // row panels of panel_rows rows, the last one of the rest
+  int64_t panel_rows;
   int64_t first_row;  // in the problem
   int64_t rows;
+
+  // The row panel that starts at `row` (a multiple of panel_rows), from `step` on.
+  [[nodiscard]] const float* x_panel(int64_t row, int64_t step) const {
+    return x + row * plan.x_stride + std::min(panel_rows, rows - row) * step * kStepDepth;
+  }
 
   // Words of `unit` at `step`.
   [[nodiscard]] const uint32_t* words(int64_t unit, int64_t step) const {
@@ -74,14 +94,16 @@ struct GemmPass {
     return reinterpret_cast<const uint32_t*>(problem.qweight + row * kFragmentRowBytes) + unit % 2 * kUnitWords;
   }
 
-  // Widens the scales of groups [first_group, end_group) for `columns` columns from `column` of block `block`.
-  void load_scales(int64_t block, int64_t column, int64_t columns, int64_t first_group, int64_t end_group,
-                   float* scales) const {
+  // Widens the scales of groups [first_group, end_group) for the strips of units [first_unit, end_unit) of one block.
+  void load_scales(int64_t first_unit, int64_t end_unit, int64_t first_group, int64_t end_group, float* scales) const {
+    const int64_t block_column = first_unit / kUnitsPerBlock * kFragmentColumns;
+    const int64_t first_column = column_in_block(first_unit) / 64 * 64;
+    const int64_t end_column = column_in_block(end_unit - 1) / 64 * 64 + 64;
     with_float_type(problem.scales_dtype, [&]<class T> {
       const T* row = static_cast<const T*>(problem.scales) + first_group * problem.scales_row_stride;
       for (int64_t group = first_group; group < end_group; ++group) {
-        for (int64_t c = column; c < column + columns; c += kLanes) {
-          widen_scales(row, block * kFragmentColumns + c, problem.n, scales + c);
+        for (int64_t column = first_column; column < end_column; column += kLanes) {
+          widen_scales(row, block_column + column, problem.n, scales + column);
         }
         scales += kFragmentColumns;
         row += problem.scales_row_stride;
@@ -92,7 +114,7 @@ struct GemmPass {
   // Reduces and stores the totals [num_rows, 128] of `unit` for rows from `row` of the pass.
   void store_unit(int64_t unit, const float* totals, int64_t row, int64_t num_rows) const {
     with_float_type(problem.x_dtype, [&]<class T> {
-      const int64_t column = unit / 2 * 64 + unit % 2 * 16;
+      const int64_t column = unit / kUnitsPerBlock * kFragmentColumns + column_in_block(unit);
       for (int64_t r = 0; r < num_rows; ++r) {
         T* out = static_cast<T*>(problem.out) + problem.out_rows.offset(first_row + row + r);
         for (int half = 0; half < 2; ++half) {
@@ -116,12 +138,12 @@ constexpr int packed_tile_vectors(int rows) {
 constexpr int kPackedTileRows = kManyRegisters ? 8 : 4;
 
 template <int kRows>
-HWY_INLINE void add_packed_rows(const uint32_t* words, int64_t steps, const float* x, int64_t x_stride,
-                                const float* scales, float* totals) {
+HWY_INLINE void add_packed_rows(const uint32_t* words, int64_t steps, const float* x, const float* scales,
+                                float* totals) {
   constexpr int kVecs = packed_tile_vectors(kRows);
   for (int v = 0; v < kUnitVectors; v += kVecs) {
-    add_packed_group<kRows, kVecs>(words + v * kLanes, steps, x, x_stride, scales + v * (kLanes / 4),
-                                   totals + v * 2 * kLanes, kUnitFloats);
+    add_packed_group<kRows, kVecs>(words + v * kLanes, steps, x, scales + v * (kLanes / 4), totals + v * 2 * kLanes,
+                                   kUnitFloats);
   }
 }
 
@@ -131,25 +153,21 @@ void run_packed_units(const GemmPass& pass, int64_t first_unit, int64_t end_unit
   constexpr int kMainRows = kRows < kPackedTileRows ? kRows : kPackedTileRows;
   constexpr int kRestRows = kRows - kMainRows;
   const GemmPlan& plan = pass.plan;
-  const int64_t block = first_unit / kUnitsPerBlock;
-  const int64_t first_column = first_unit % kUnitsPerBlock / 2 * 64;
-  const int64_t end_column = (end_unit - 1) % kUnitsPerBlock / 2 * 64 + 64;
   std::fill_n(scratch.totals, (end_unit - first_unit) * kRows * kUnitFloats, 0.0f);
   for (int64_t first_group = 0; first_group < plan.groups; first_group += kChunkGroups) {
     const int64_t end_group = std::min(plan.groups, first_group + kChunkGroups);
-    pass.load_scales(block, first_column, end_column - first_column, first_group, end_group, scratch.scales);
+    pass.load_scales(first_unit, end_unit, first_group, end_group, scratch.scales);
     for (int64_t group = first_group; group < end_group; ++group) {
       const int64_t step = group * plan.group_steps;
       const int64_t steps = std::min(plan.group_steps, plan.steps - step);
       const float* group_scales = scratch.scales + (group - first_group) * kFragmentColumns;
-      const float* x = pass.x + step * kStepDepth;
       for (int64_t unit = first_unit; unit < end_unit; ++unit) {
         const uint32_t* words = pass.words(unit, step);
-        const float* scales = group_scales + unit % kUnitsPerBlock / 2 * 64 + unit % 2 * 16;
+        const float* scales = group_scales + column_in_block(unit);
         float* totals = scratch.totals + (unit - first_unit) * kRows * kUnitFloats;
-        add_packed_rows<kMainRows>(words, steps, x, plan.x_stride, scales, totals);
+        add_packed_rows<kMainRows>(words, steps, pass.x_panel(0, step), scales, totals);
         if constexpr (kRestRows > 0) {
-          add_packed_rows<kRestRows>(words, steps, x + kMainRows * plan.x_stride, plan.x_stride, scales,
+          add_packed_rows<kRestRows>(words, steps, pass.x_panel(kMainRows, step), scales,
                                      totals + kMainRows * kUnitFloats);
         }
       }
@@ -167,13 +185,9 @@ void run_few_rows(const GemmPass& pass, float* workspace, const WorkspaceLayout&
       run_packed_units<5>, run_packed_units<6>, run_packed_units<7>, run_packed_units<8>,
   };
   const RunUnits run_units = kRunUnits[pass.rows - 1];
-  ThreadPool& pool = ThreadPool::shared();
-  // Whole fragment blocks read memory in one stream; smaller pieces only where the threads would not come out even.
-  const int64_t enough_tasks = pool.num_threads() == 1 ? 1 : 8 * pool.num_threads();
-  int64_t units_per_task = kUnitsPerBlock;
-  while (units_per_task > 1 && pass.plan.units < enough_tasks * units_per_task) units_per_task /= 2;
+  const int64_t units_per_task = units_per_task_for(pass.plan.units, 1);
   const int64_t tasks = (pass.plan.units + units_per_task - 1) / units_per_task;
-  pool.parallel_for(tasks, [&](int64_t task, int thread) {
+  ThreadPool::shared().parallel_for(tasks, [&](int64_t task, int thread) {
     const int64_t first = task * units_per_task;
     run_units(pass, first, std::min(pass.plan.units, first + units_per_task), layout.scratch(workspace, thread));
   });
@@ -185,64 +199,84 @@ void run_few_rows(const GemmPass& pass, float* workspace, const WorkspaceLayout&
 constexpr int kPanelVectors =
     kManyRegisters ? 2 : 1;  // word vectors; twice as many of weights. 6 x 4 of 32, 6 x 2 of 16
 
+constexpr int64_t kPanelScales = 2 * kPanelVectors * kLanes;  // spread scales of a group
+
 // Adds the groups of one chunk for kRows rows and one panel.
 template <int kRows>
-void add_panel(const float* panel, int64_t steps, int64_t group_steps, const float* x, int64_t x_stride,
-               const float* scales, float* totals) {
+void add_panel(const float* panel, int64_t steps, int64_t group_steps, const float* x, const float* scales,
+               float* totals) {
   constexpr int64_t kPanelFloatsPerStep = 4 * 2 * kPanelVectors * kLanes;
   for (int64_t step = 0; step < steps; step += group_steps) {
     add_widened_group<kRows, kPanelVectors>(panel + step * kPanelFloatsPerStep, std::min(group_steps, steps - step),
-                                            x + step * kStepDepth, x_stride, scales, totals, kUnitFloats);
-    scales += kFragmentColumns;
+                                            x + step * kRows * kStepDepth, scales, totals, kUnitFloats);
+    scales += kPanelScales;
   }
 }
 
-// Rows [first, first + rows) of the pass, rows <= kBlockRows, for one unit.
-void run_widened_unit(const GemmPass& pass, int64_t unit, int64_t first, int64_t rows, const ThreadScratch& scratch) {
-  using AddPanel = void (*)(const float*, int64_t, int64_t, const float*, int64_t, const float*, float*);
+// Rows [first, first + rows) of the pass, rows <= kBlockRows, for units [first_unit, end_unit) of one fragment block.
+void run_widened_units(const GemmPass& pass, int64_t first_unit, int64_t end_unit, int64_t first, int64_t rows,
+                       const ThreadScratch& scratch) {
+  using AddPanel = void (*)(const float*, int64_t, int64_t, const float*, const float*, float*);
   static constexpr AddPanel kAddPanel[kTileRows] = {
       add_panel<1>, add_panel<2>, add_panel<3>, add_panel<4>, add_panel<5>, add_panel<6>,
   };
   const GemmPlan& plan = pass.plan;
-  const int64_t strip_column = unit % kUnitsPerBlock / 2 * 64;
-  std::fill_n(scratch.totals, rows * kUnitFloats, 0.0f);
+  std::fill_n(scratch.totals, (end_unit - first_unit) * rows * kUnitFloats, 0.0f);
   for (int64_t first_group = 0; first_group < plan.groups; first_group += plan.chunk_groups) {
     const int64_t end_group = std::min(plan.groups, first_group + plan.chunk_groups);
     const int64_t step = first_group * plan.group_steps;
     const int64_t steps = std::min(end_group * plan.group_steps, plan.steps) - step;
-    pass.load_scales(unit / kUnitsPerBlock, strip_column, 64, first_group, end_group, scratch.scales);
-    for (int v = 0; v < kUnitVectors; v += kPanelVectors) {
-      widen_panel<kPanelVectors>(pass.words(unit, step) + v * kLanes, steps, scratch.tile);
-      const float* scales = scratch.scales + strip_column + unit % 2 * 16 + v * (kLanes / 4);
-      for (int64_t row = 0; row < rows; row += kTileRows) {
-        const int64_t tile_rows = std::min(kTileRows, rows - row);
-        const float* x = pass.x + (first + row) * plan.x_stride + step * kStepDepth;
-        kAddPanel[tile_rows - 1](scratch.tile, steps, plan.group_steps, x, plan.x_stride, scales,
-                                 scratch.totals + row * kUnitFloats + v * 2 * kLanes);
+    pass.load_scales(first_unit, end_unit, first_group, end_group, scratch.scales);
+    for (int64_t unit = first_unit; unit < end_unit; ++unit) {
+      float* totals = scratch.totals + (unit - first_unit) * rows * kUnitFloats;
+      for (int v = 0; v < kUnitVectors; v += kPanelVectors) {
+        widen_panel<kPanelVectors>(pass.words(unit, step) + v * kLanes, steps, scratch.panel);
+        for (int64_t group = 0; group < end_group - first_group; ++group) {
+          const float* scales = scratch.scales + group * kFragmentColumns + column_in_block(unit) + v * (kLanes / 4);
+          for (int vec = 0; vec < 2 * kPanelVectors; ++vec) {
+            hn::Store(spread_scales(scales + scale_offset(vec)), DF(),
+                      scratch.panel_scales + group * kPanelScales + vec * kLanes);
+          }
+        }
+        for (int64_t row = 0; row < rows; row += kTileRows) {
+          const int64_t tile_rows = std::min(kTileRows, rows - row);
+          kAddPanel[tile_rows - 1](scratch.panel, steps, plan.group_steps, pass.x_panel(first + row, step),
+                                   scratch.panel_scales, totals + row * kUnitFloats + v * 2 * kLanes);
+        }
       }
     }
   }
-  pass.store_unit(unit, scratch.totals, first, rows);
+  for (int64_t unit = first_unit; unit < end_unit; ++unit) {
+    pass.store_unit(unit, scratch.totals + (unit - first_unit) * rows * kUnitFloats, first, rows);
+  }
 }
 
 void run_many_rows(const GemmPass& pass, float* workspace, const WorkspaceLayout& layout) {
   const int64_t blocks = (pass.rows + kBlockRows - 1) / kBlockRows;
   const int64_t even_rows = (pass.rows + blocks - 1) / blocks;
   const int64_t block_rows = (even_rows + kTileRows - 1) / kTileRows * kTileRows;
-  ThreadPool::shared().parallel_for(pass.plan.units * blocks, [&](int64_t task, int thread) {
+  const int64_t units_per_task = units_per_task_for(pass.plan.units, blocks);
+  const int64_t column_tasks = (pass.plan.units + units_per_task - 1) / units_per_task;
+  ThreadPool::shared().parallel_for(column_tasks * blocks, [&](int64_t task, int thread) {
     const int64_t first = task % blocks * block_rows;
     const int64_t rows = std::min(block_rows, pass.rows - first);
-    if (rows > 0) run_widened_unit(pass, task / blocks, first, rows, layout.scratch(workspace, thread));
+    const int64_t first_unit = task / blocks * units_per_task;
+    const int64_t end_unit = std::min(pass.plan.units, first_unit + units_per_task);
+    if (rows > 0) run_widened_units(pass, first_unit, end_unit, first, rows, layout.scratch(workspace, thread));
   });
 }
 
 // ---- the call
 // ----------------------------------------------------------------------------------------------------------
 
-void permute_rows(const Int4GroupwiseGemmProblem& problem, int64_t first, int64_t end, int64_t x_stride, float* x) {
-  with_float_type(problem.x_dtype, [&]<class T> {
-    for (int64_t row = first; row < end; ++row, x += x_stride) {
-      permute_row(static_cast<const T*>(problem.x) + problem.x_rows.offset(row), problem.k, x);
+// Writes row panel `panel` of the pass.
+void permute_panel(const GemmPass& pass, int64_t panel, float* workspace) {
+  const int64_t row = panel * pass.panel_rows;
+  const int64_t panel_rows = std::min(pass.panel_rows, pass.rows - row);
+  with_float_type(pass.problem.x_dtype, [&]<class T> {
+    for (int64_t r = 0; r < panel_rows; ++r) {
+      const T* x = static_cast<const T*>(pass.problem.x) + pass.problem.x_rows.offset(pass.first_row + row + r);
+      permute_row(x, pass.problem.k, 4 * panel_rows, workspace + row * pass.plan.x_stride + 4 * r);
     }
   });
 }
@@ -251,17 +285,19 @@ void run_int4_groupwise_gemm(const Int4GroupwiseGemmProblem& problem, float* wor
   const GemmPlan plan(problem);
   for (int64_t first = 0; first < problem.m; first += kPassRows) {
     const int64_t rows = std::min(kPassRows, problem.m - first);
-    const GemmPass pass{.problem = problem, .plan = plan, .x = workspace, .first_row = first, .rows = rows};
-    if (rows <= kFewRows) {
-      permute_rows(problem, first, first + rows, plan.x_stride, workspace);
+    const bool few = rows <= kFewRows;
+    const GemmPass pass{.problem = problem,
+                        .plan = plan,
+                        .x = workspace,
+                        .panel_rows = few ? kPackedTileRows : kTileRows,
+                        .first_row = first,
+                        .rows = rows};
+    const int64_t panels = (rows + pass.panel_rows - 1) / pass.panel_rows;
+    if (few) {
+      for (int64_t panel = 0; panel < panels; ++panel) permute_panel(pass, panel, workspace);
       run_few_rows(pass, workspace, layout);
     } else {
-      constexpr int64_t kRowsPerTask = 8;
-      ThreadPool::shared().parallel_for((rows + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task, int) {
-        const int64_t begin = task * kRowsPerTask;
-        permute_rows(problem, first + begin, first + std::min(rows, begin + kRowsPerTask), plan.x_stride,
-                     workspace + begin * plan.x_stride);
-      });
+      ThreadPool::shared().parallel_for(panels, [&](int64_t panel, int) { permute_panel(pass, panel, workspace); });
       run_many_rows(pass, workspace, layout);
     }
   }

@@ -92,6 +92,17 @@ constexpr int nibble_of(int sub_step, int high_half) { return 4 * (sub_step % 2)
 // ---- group sums
 // -------------------------------------------------------------------------------------------------------
 
+// kLanes / 4 scales from `scales`, each in the four lanes of its column; reads kLanes floats.
+HWY_INLINE VF spread_scales(const float* scales) {
+  const DF df;
+  const auto column_of_lane = hn::IndicesFromVec(df, hn::ShiftRight<2>(hn::Iota(DI(), 0)));
+  return hn::TableLookupLanes(hn::LoadU(df, scales), column_of_lane);
+}
+
+// Where vector `vec` of a tile finds its scales, from those of the tile's first column: those of the upper columns lie
+// 32 on.
+constexpr int scale_offset(int vec) { return vec % 2 * 32 + vec / 2 * (kLanes / 4); }
+
 // The sums of one group over its steps, kRows rows by kVecs word vectors, and where they go: scaled by their columns'
 // scales and added to the running totals.
 template <int kRows, int kVecs>
@@ -104,14 +115,12 @@ struct GroupSums {
     });
   }
 
-  // scales: those of the unit's columns, lower 16 at [0] and upper 16 at [32], from the tile's first column; reads up
-  // to kLanes floats. totals: row r at r * totals_stride.
-  HWY_INLINE void scale_into(const float* scales, float* totals, int64_t totals_stride) const {
+  // scale_of(vec): the spread scales of a vector. totals: row r at r * totals_stride.
+  template <class ScaleOf>
+  HWY_INLINE void scale_into(const ScaleOf& scale_of, float* totals, int64_t totals_stride) const {
     const DF df;
-    const auto column_of_lane = hn::IndicesFromVec(df, hn::ShiftRight<2>(hn::Iota(DI(), 0)));
     unroll<2 * kVecs>([&](auto vec) POLYOP_INLINE_LAMBDA {
-      const float* columns = scales + vec % 2 * 32 + vec / 2 * (kLanes / 4);
-      const VF scale = hn::TableLookupLanes(hn::LoadU(df, columns), column_of_lane);
+      const VF scale = scale_of(vec);
       unroll<kRows>([&](auto row) POLYOP_INLINE_LAMBDA {
         float* total = totals + row * totals_stride + vec * kLanes;
         hn::Store(hn::MulAdd(sum[row][vec], scale, hn::Load(df, total)), df, total);
@@ -123,8 +132,7 @@ struct GroupSums {
 // One group from packed words: each weight is widened in registers and used for all rows at once.
 template <int kRows, int kVecs>
 HWY_INLINE void add_packed_group(const uint32_t* HWY_RESTRICT words, int64_t steps, const float* HWY_RESTRICT x,
-                                 int64_t x_stride, const float* HWY_RESTRICT scales, float* HWY_RESTRICT totals,
-                                 int64_t totals_stride) {
+                                 const float* HWY_RESTRICT scales, float* HWY_RESTRICT totals, int64_t totals_stride) {
   const DF df;
   const VF table = weight_table();
   GroupSums<kRows, kVecs> sums;
@@ -138,7 +146,7 @@ HWY_INLINE void add_packed_group(const uint32_t* HWY_RESTRICT words, int64_t ste
     unroll<4>([&](auto i) POLYOP_INLINE_LAMBDA {
       VF x_four[kRows];
       unroll<kRows>([&](auto row)
-                        POLYOP_INLINE_LAMBDA { x_four[row] = hn::LoadDup128(df, x + row * x_stride + 4 * i); });
+                        POLYOP_INLINE_LAMBDA { x_four[row] = hn::LoadDup128(df, x + 4 * (i * kRows + row)); });
       unroll<2 * kVecs>([&](auto vec) POLYOP_INLINE_LAMBDA {
         const VF weights = nibble_weights<nibble_of(i, vec % 2)>(packed[vec / 2], table);
         unroll<kRows>([&](auto row) POLYOP_INLINE_LAMBDA {
@@ -147,9 +155,10 @@ HWY_INLINE void add_packed_group(const uint32_t* HWY_RESTRICT words, int64_t ste
       });
     });
     words += kStepWords;
-    x += kStepDepth;
+    x += kRows * kStepDepth;
   }
-  sums.scale_into(scales, totals, totals_stride);
+  sums.scale_into([&](int vec) POLYOP_INLINE_LAMBDA { return spread_scales(scales + scale_offset(vec)); }, totals,
+                  totals_stride);
 }
 
 // Widens kVecs word vectors of `steps` steps into `panel` [steps, 4, 2 * kVecs] vectors, in the order they are used.
@@ -170,11 +179,10 @@ HWY_INLINE void widen_panel(const uint32_t* HWY_RESTRICT words, int64_t steps, f
   }
 }
 
-// One group from a widened panel.
+// One group from a widened panel; scales [2 * kVecs] vectors, spread.
 template <int kRows, int kVecs>
 HWY_INLINE void add_widened_group(const float* HWY_RESTRICT panel, int64_t steps, const float* HWY_RESTRICT x,
-                                  int64_t x_stride, const float* HWY_RESTRICT scales, float* HWY_RESTRICT totals,
-                                  int64_t totals_stride) {
+                                  const float* HWY_RESTRICT scales, float* HWY_RESTRICT totals, int64_t totals_stride) {
   const DF df;
   GroupSums<kRows, kVecs> sums;
   sums.clear();
@@ -184,38 +192,41 @@ HWY_INLINE void add_widened_group(const float* HWY_RESTRICT panel, int64_t steps
       unroll<2 * kVecs>(
           [&](auto vec) POLYOP_INLINE_LAMBDA { weights[vec] = hn::Load(df, panel + (i * 2 * kVecs + vec) * kLanes); });
       unroll<kRows>([&](auto row) POLYOP_INLINE_LAMBDA {
-        const VF x_four = hn::LoadDup128(df, x + row * x_stride + 4 * i);
+        const VF x_four = hn::LoadDup128(df, x + 4 * (i * kRows + row));
         unroll<2 * kVecs>([&](auto vec) POLYOP_INLINE_LAMBDA {
           sums.sum[row][vec] = hn::MulAdd(weights[vec], x_four, sums.sum[row][vec]);
         });
       });
     });
     panel += 4 * 2 * kVecs * kLanes;
-    x += kStepDepth;
+    x += kRows * kStepDepth;
   }
-  sums.scale_into(scales, totals, totals_stride);
+  sums.scale_into([&](int vec) POLYOP_INLINE_LAMBDA { return hn::Load(df, scales + vec * kLanes); }, totals,
+                  totals_stride);
 }
 
 // ---- edges
 // ------------------------------------------------------------------------------------------------------------
 
-// One row of x as f32 in the order the tiles read it: of every 8 depths the even ones, then the odd ones. Depths from k
-// up to the next multiple of 16 are zero; x is not read there.
+// One row of x as f32 in the order the tiles read it: of every 8 depths the even ones, then the odd ones, in fours that
+// lie `stride` floats apart (4 times the rows of its row panel). Depths from k up to the next multiple of 16 are zero;
+// x is not read there.
 template <class T>
-HWY_INLINE void permute_row(const T* HWY_RESTRICT x, int64_t k, float* HWY_RESTRICT permuted) {
+HWY_INLINE void permute_row(const T* HWY_RESTRICT x, int64_t k, int64_t stride, float* HWY_RESTRICT permuted) {
   const hn::CappedTag<float, 4> d4;
-  const auto permute_eight = [&](const T* from, float* to) POLYOP_INLINE_LAMBDA {
+  const auto permute_eight = [&](const T* from) POLYOP_INLINE_LAMBDA {
     const auto low = load_f32(d4, from);
     const auto high = load_f32(d4, from + 4);
-    hn::Store(hn::ConcatEven(d4, high, low), d4, to);
-    hn::Store(hn::ConcatOdd(d4, high, low), d4, to + 4);
+    hn::Store(hn::ConcatEven(d4, high, low), d4, permuted);
+    hn::Store(hn::ConcatOdd(d4, high, low), d4, permuted + stride);
+    permuted += 2 * stride;
   };
   int64_t depth = 0;
-  for (; depth + 8 <= k; depth += 8) permute_eight(x + depth, permuted + depth);
-  for (; depth % kStepDepth != 0 || depth < k; depth += 8) {
+  for (; depth + 8 <= k; depth += 8) permute_eight(x + depth);
+  for (; depth < k || depth % kStepDepth != 0; depth += 8) {
     T eight[8] = {};
     for (int64_t i = depth; i < k; ++i) eight[i - depth] = x[i];
-    permute_eight(eight, permuted + depth);
+    permute_eight(eight);
   }
 }
 
