@@ -53,9 +53,9 @@ struct TensorView {
 
   /// True when walking the elements in row-major order walks memory without gaps; axes of extent 1 do not count.
   [[nodiscard]] bool is_contiguous() const {
+    if (num_elements() == 0) return true;
     int64_t expected = 1;
     for (int32_t axis = rank - 1; axis >= 0; --axis) {
-      if (shape[axis] == 0) return true;
       if (shape[axis] != 1 && strides[axis] != expected) return false;
       expected *= shape[axis];
     }
