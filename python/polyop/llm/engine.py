@@ -14,11 +14,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from polyop.attention import KVCacheParams
-from polyop.kv_cache import KVCacheManager
-
 from .errors import LlmError
 from .model import DecoderModel
+from .paged_model import PagedModel, Piece
 from .sampling import Sampler, SamplingParams
 from .statistics import Statistics
 from .tokenizer import TextStream, Tokenizer
@@ -87,7 +85,7 @@ class Engine:
             prefill_chunk: tokens of a prompt that run in one step.
 
         Raises:
-            LlmError: limits that do not fit together.
+            LlmError: limits that do not fit together, or no memory for the cache.
         """
         self.model, self.tokenizer = model, tokenizer
         self.max_seq_len = model.max_seq_len if max_seq_len is None else min(max_seq_len, model.max_seq_len)
@@ -105,23 +103,15 @@ class Engine:
                 f"max_num_tokens is {max_num_tokens}; wanted at least {least_tokens}, a chunk of {self.prefill_chunk} "
                 f"tokens beside {max_batch - 1} generating sequences"
             )
-        config = model.config
-        try:
-            self.cache = KVCacheManager(
-                num_layers=config.num_hidden_layers,
-                num_kv_heads=config.num_key_value_heads,
-                head_dim=config.head_dim,
-                tokens_per_block=page_size,
-                max_seq_len=self.max_seq_len,
-                max_batch_size=max_batch,
-                dtype=model.dtype,
-                num_pages=num_pages,
-            )
-        except RuntimeError:  # torch's allocator
-            raise LlmError(f"no memory for a KV cache of {max_batch} sequences of {self.max_seq_len} tokens") from None
-        self._metadata = model.backend.Metadata(
-            max_num_requests=max_batch, max_num_tokens=self.max_num_tokens, kv_cache_manager=self.cache
+        self._paged = PagedModel(
+            model,
+            max_batch=max_batch,
+            max_num_tokens=self.max_num_tokens,
+            max_seq_len=self.max_seq_len,
+            page_size=page_size,
+            num_pages=num_pages,
         )
+        self.cache = self._paged.cache
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._promised_pages = 0  # pages the running requests may still grow into, those they hold included
@@ -190,16 +180,21 @@ class Engine:
         started = time.perf_counter()
         self._admit()
         contexts, generations = self._pick()
-        batch = [(request, length) for request, length in contexts] + [(request, 1) for request in generations]
-        if not batch:
+        pieces = [
+            self._piece(request, request.prompt_ids[request._num_cached : request._num_cached + length])
+            for request, length in contexts
+        ] + [self._piece(request, request.output_ids[-1:]) for request in generations]
+        if not pieces:
             return []
-        hidden = self._forward(batch, len(contexts))
-        sampling = [(i, request) for i, (request, _) in enumerate(batch) if self._is_past_prompt(request)]
-        # Row of a sequence's last token in the packed batch, for those that get a token in this step.
-        last_rows = torch.tensor([length for _, length in batch]).cumsum(0) - 1
-        logits = self.model.logits(hidden[last_rows[[i for i, _ in sampling]]]) if sampling else None
-        for row, (_, request) in enumerate(sampling):
-            self._accept(request, request._sampler.sample(logits[row]))
+        hidden, row_ranges = self._paged.forward(pieces)
+        batch = [request for request, _ in contexts] + generations
+        for request, piece in zip(batch, pieces, strict=True):
+            request._num_cached += len(piece.token_ids)
+        # A sequence whose prompt is now complete gets a token from the logits of its last row.
+        sampling = [i for i, request in enumerate(batch) if request._num_cached >= len(request.prompt_ids)]
+        logits = self.model.logits(hidden[[row_ranges[i][1] - 1 for i in sampling]]) if sampling else None
+        for row, i in enumerate(sampling):
+            self._accept(batch[i], batch[i]._sampler.sample(logits[row]))
         self._count(contexts, generations, len(sampling), time.perf_counter() - started)
         return self._release_finished()
 
@@ -227,33 +222,14 @@ class Engine:
             contexts.append((request, length))
         return contexts, generations
 
-    def _forward(self, batch: list[tuple[Request, int]], num_contexts: int) -> torch.Tensor:
-        """Runs the model over the batch; afterwards the tokens are in the cache. Returns hidden states [T, hidden]."""
-        token_ids, row_ranges = [], []
-        for request, length in batch:
-            row_ranges.append((len(token_ids), len(token_ids) + length))
-            start = request._num_cached
-            token_ids += request.output_ids[-1:] if request.output_ids else request.prompt_ids[start : start + length]
-        lengths = [length for _, length in batch]
-        request_ids = [request.request_id for request, _ in batch]
-        self.cache.prepare_resources(request_ids, lengths)
-        metadata = self._metadata
-        metadata.num_contexts = num_contexts
-        metadata.seq_lens = lengths
-        metadata.request_ids = request_ids
-        metadata.prompt_lens = [len(request.prompt_ids) for request, _ in batch]
-        metadata.kv_cache_params = KVCacheParams(
-            num_cached_tokens_per_seq=[request._num_cached for request, _ in batch]
-        )
-        metadata.prepare()
-        hidden = self.model.forward(torch.tensor(token_ids), metadata, row_ranges)
-        for request, length in batch:
-            request._num_cached += length
-        return hidden
-
     @staticmethod
-    def _is_past_prompt(request: Request) -> bool:
-        return request._num_cached >= len(request.prompt_ids)
+    def _piece(request: Request, token_ids: list[int]) -> Piece:
+        return Piece(
+            request_id=request.request_id,
+            token_ids=token_ids,
+            num_cached=request._num_cached,
+            prompt_length=len(request.prompt_ids),
+        )
 
     def _accept(self, request: Request, token_id: int) -> None:
         """Appends a token to a request, streams its text, and decides whether the request has ended."""

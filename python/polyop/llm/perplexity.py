@@ -7,11 +7,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from polyop.attention import KVCacheParams
-from polyop.kv_cache import KVCacheManager
-
 from .errors import LlmError
 from .model import DecoderModel
+from .paged_model import PagedModel, Piece
 
 WINDOW_TOKENS = 512
 _LOGIT_ROWS_AT_ONCE = 128  # bounds the f32 logits to 128 * V
@@ -41,28 +39,13 @@ def compute_perplexity(
         raise LlmError(f"the text has {len(token_ids)} tokens; wanted at least 2")
     if not 2 <= window <= model.max_seq_len:
         raise LlmError(f"window is {window}; wanted 2 to {model.max_seq_len}, the context")
-    config = model.config
-    cache = KVCacheManager(
-        num_layers=config.num_hidden_layers,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        tokens_per_block=_PAGE_SIZE,
-        max_seq_len=window,
-        max_batch_size=1,
-        dtype=model.dtype,
-    )
-    metadata = model.backend.Metadata(max_num_requests=1, max_num_tokens=window, kv_cache_manager=cache)
+    paged = PagedModel(model, max_batch=1, max_num_tokens=window, max_seq_len=window, page_size=_PAGE_SIZE)
     total, num_scored = 0.0, 0
     for start in range(0, len(token_ids) - 1, window):
-        ids = torch.tensor(token_ids[start : start + window])
-        if len(ids) < 2:
-            break
-        cache.add_sequence(0, len(ids))
-        metadata.num_contexts, metadata.seq_lens, metadata.request_ids = 1, [len(ids)], [0]
-        metadata.kv_cache_params = KVCacheParams(num_cached_tokens_per_seq=[0])
-        metadata.prepare()
-        hidden = model.forward(ids, metadata, [(0, len(ids))])
-        cache.free_resources(0)
+        read = list(token_ids[start : start + window])
+        hidden, _ = paged.forward([Piece(request_id=0, token_ids=read, prompt_length=len(read))])
+        paged.cache.free_resources(0)
+        ids = torch.tensor(read)
         for first in range(0, len(ids) - 1, _LOGIT_ROWS_AT_ONCE):
             last = min(first + _LOGIT_ROWS_AT_ONCE, len(ids) - 1)
             logits = model.logits_of_block(hidden[first:last])

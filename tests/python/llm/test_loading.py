@@ -8,9 +8,8 @@ import struct
 import pytest
 import torch
 
-from polyop.attention import KVCacheParams
-from polyop.kv_cache import KVCacheManager
 from polyop.llm import DecoderModel, LlmError, load_model
+from polyop.llm.paged_model import PagedModel, Piece
 
 IDS = [5, 9, 200, 17, 33, 4, 4, 251, 90, 12, 66]
 TOLERANCE = 2e-5  # logits are below 10; sums of at most 80 f32 products, 2 layers
@@ -18,22 +17,9 @@ TOLERANCE = 2e-5  # logits are below 10; sums of at most 80 f32 products, 2 laye
 
 @torch.inference_mode()
 def all_logits(model: DecoderModel, ids: list[int]) -> torch.Tensor:
-    config = model.config
-    cache = KVCacheManager(
-        num_layers=config.num_hidden_layers,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        tokens_per_block=4,
-        max_seq_len=len(ids),
-        max_batch_size=1,
-        dtype=model.dtype,
-    )
-    cache.add_sequence(0, len(ids))
-    metadata = model.backend.Metadata(max_num_requests=1, max_num_tokens=len(ids), kv_cache_manager=cache)
-    metadata.num_contexts, metadata.seq_lens, metadata.request_ids = 1, [len(ids)], [0]
-    metadata.kv_cache_params = KVCacheParams(num_cached_tokens_per_seq=[0])
-    metadata.prepare()
-    return model.logits(model.forward(torch.tensor(ids), metadata, [(0, len(ids))]))
+    paged = PagedModel(model, max_batch=1, max_num_tokens=len(ids), max_seq_len=len(ids), page_size=4)
+    hidden, _ = paged.forward([Piece(request_id=0, token_ids=ids, prompt_length=len(ids))])
+    return model.logits(hidden)
 
 
 def transformers_model(kind: str, **changes: object):

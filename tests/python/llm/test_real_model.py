@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from polyop.attention import KVCacheParams
-from polyop.kv_cache import KVCacheManager
 from polyop.llm import Engine, SamplingParams, compute_perplexity, load_model, load_tokenizer
+from polyop.llm.paged_model import PagedModel, Piece
 
 pytestmark = pytest.mark.real_model
 
@@ -50,31 +49,16 @@ def golden(smollm2_gguf, prompts) -> dict[str, list[torch.Tensor]]:
     return {"logits": logits, "greedy": [greedy]}
 
 
+@torch.inference_mode()
 def logits_of_batch(model, prompts: list[list[int]], page_size: int = 16) -> list[torch.Tensor]:
     """Logits of all rows of each prompt [S, V], computed in one batch."""
-    config, lengths = model.config, [len(ids) for ids in prompts]
-    cache = KVCacheManager(
-        num_layers=config.num_hidden_layers,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        tokens_per_block=page_size,
-        max_seq_len=max(lengths),
-        max_batch_size=len(prompts),
-        dtype=model.dtype,
+    lengths = [len(ids) for ids in prompts]
+    paged = PagedModel(
+        model, max_batch=len(prompts), max_num_tokens=sum(lengths), max_seq_len=max(lengths), page_size=page_size
     )
-    request_ids = list(range(len(prompts)))
-    cache.prepare_resources(request_ids, lengths)
-    metadata = model.backend.Metadata(
-        max_num_requests=len(prompts), max_num_tokens=sum(lengths), kv_cache_manager=cache
-    )
-    metadata.num_contexts, metadata.seq_lens, metadata.request_ids = len(prompts), lengths, request_ids
-    metadata.kv_cache_params = KVCacheParams(num_cached_tokens_per_seq=[0] * len(prompts))
-    metadata.prepare()
-    stops = torch.tensor(lengths).cumsum(0).tolist()
-    ranges = list(zip([0, *stops], stops, strict=False))
-    with torch.inference_mode():
-        hidden = model.forward(torch.tensor([i for ids in prompts for i in ids]), metadata, ranges)
-        return [model.logits_of_block(hidden[start:stop]) for start, stop in ranges]
+    pieces = [Piece(request_id=i, token_ids=ids, prompt_length=len(ids)) for i, ids in enumerate(prompts)]
+    hidden, row_ranges = paged.forward(pieces)
+    return [model.logits_of_block(hidden[start:stop]) for start, stop in row_ranges]
 
 
 def generate(loaded, prompts, num_tokens: int, **limits) -> list[list[int]]:
