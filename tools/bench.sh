@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # make bench: the programs of benchmarks/, each measuring ours and a peer in one run. The peer of the model benchmark,
 # llama-cpp-python, is built here with the vector instructions of this processor (the published source build knows only
-# what the compiler's default target has).
+# what the compiler's default target has). C++ programs of benchmarks/ run after the Python one of the same operator.
 #
 #   BENCH="attention int4_groupwise_gemm"   only these programs
 set -euo pipefail
@@ -21,8 +21,11 @@ if ! $python -c 'import llama_cpp' 2>/dev/null; then
   CMAKE_ARGS="$options" CMAKE_BUILD_PARALLEL_LEVEL="$(nproc)" $python -m pip install -q llama-cpp-python
 fi
 
+cmake --build --preset "${PRESET:-cpu}" --target benchmarks
 names="${BENCH:-circular_pad kv_cache_update rotary_embedding attention int4_groupwise_gemm call_overhead model}"
 for name in $names; do
   echo "==> $name"
   $python "benchmarks/bench_$name.py"
+  program="build/${PRESET:-cpu}/benchmarks/${name}_benchmark"
+  if [ -x "$program" ]; then "$program"; fi
 done
