@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import torch
 
 from .schema import Attribute, Condition, Operand, Schema, expression_source, expression_symbols
@@ -29,6 +30,17 @@ TORCH_DTYPES = {
     "u8": torch.uint8,
     "bool": torch.bool,
 }
+
+
+def _allocate(shape: tuple[int, ...], dtype: Any, like: Any) -> Any:
+    """An uninitialised tensor on the device of `like`; a NumPy array when `like` is one."""
+    if isinstance(like, torch.Tensor):
+        return torch.empty(shape, dtype=dtype, device=like.device)
+    if isinstance(like, numpy.ndarray):
+        return numpy.empty(
+            shape, torch.empty(0, dtype=dtype).numpy().dtype if isinstance(dtype, torch.dtype) else dtype
+        )
+    raise TypeError(f"cannot allocate an output beside a {type(like).__name__}")
 
 
 def _list_entry(values: Any, index: int) -> int:
@@ -90,7 +102,7 @@ def _symbol_source(schema: Schema, symbol: str) -> str:
                 if condition:
                     conditions.append(condition.source())
                 elif len(ranks) > 1:
-                    conditions.append(f"{operand.name}.dim() == {len(rule['dims'])}")
+                    conditions.append(f"len({operand.name}.shape) == {len(rule['dims'])}")
                 candidates.append((f"{operand.name}.shape[{_axis_source(rule, index)}]", " and ".join(conditions)))
     source = "None"
     for value, condition in reversed(candidates):
@@ -104,8 +116,7 @@ def _pack_source(schema: Schema) -> str | None:
             for index, dim in enumerate(rule["dims"]):
                 if dim["pack"]:
                     behind = len(rule["dims"]) - index - 1
-                    end = f"{operand.name}.dim() - {behind}" if behind else f"{operand.name}.dim()"
-                    return f"{operand.name}.shape[{index}:{end}]"
+                    return f"{operand.name}.shape[{index}:{-behind if behind else ''}]"
     return None
 
 
@@ -184,8 +195,7 @@ def call_source(schema: Schema) -> str:
         for index, output in enumerate(outputs):
             lines += [
                 f"            if {output.name} is None and _inferred[{index}] is not None:",
-                f"                {output.name} = _empty(_inferred[{index}][0], dtype=_inferred[{index}][1],"
-                f" device={device_of}.device)",
+                f"                {output.name} = _allocate(*_inferred[{index}], {device_of})",
             ]
         # Arguments that break the schema break the shape function too: the schema's own text says how.
         lines += [
@@ -241,7 +251,7 @@ def compile_operator(
     """``(function, outputs_function)`` of an operator over its packed functions."""
     namespace: dict[str, Any] = {
         "torch": torch,
-        "_empty": torch.empty,
+        "_allocate": _allocate,
         "_dtypes": TORCH_DTYPES,
         "_list_entry": _list_entry,
         f"_call_{schema.name}": packed_call,
