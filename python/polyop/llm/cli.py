@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -227,7 +227,7 @@ class _OrderedPrinter:
         """Begins the first output."""
         self._advance()
 
-    def writer(self, index: int):
+    def writer(self, index: int) -> Callable[[str], None]:
         """The text callback of one prompt."""
         return lambda text: self._write(index, text)
 

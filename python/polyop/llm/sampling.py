@@ -75,7 +75,7 @@ class Sampler:
 
 
 def candidates(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens that take part in a draw, likeliest first.
+    """The tokens that take part in a draw; likeliest first, unless all of them do.
 
     Args:
         logits: f32 [V].
@@ -84,9 +84,11 @@ def candidates(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tens
     Returns:
         (scaled logits [C], token ids [C] i64), C at least 1.
     """
-    num_tokens = logits.shape[0]
+    scaled, num_tokens = logits / params.temperature, logits.shape[0]
+    if params.top_k == 0 and params.top_p == 1.0:  # sorting a whole vocabulary takes milliseconds
+        return scaled, torch.arange(num_tokens)
     count = min(params.top_k, num_tokens) if params.top_k else num_tokens
-    values, ids = torch.topk(logits / params.temperature, count)
+    values, ids = torch.topk(scaled, count)
     if params.top_p < 1.0:
         probabilities = values.softmax(dim=0)
         before = probabilities.cumsum(dim=0) - probabilities  # mass of the likelier tokens

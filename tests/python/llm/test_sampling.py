@@ -29,12 +29,17 @@ def test_top_k_larger_than_the_vocabulary_keeps_all():
     assert len(candidates(LOGITS, SamplingParams(temperature=1.0, top_k=100))[1]) == 5
 
 
-@pytest.mark.parametrize(("top_p", "kept"), [(0.01, 1), (0.49, 1), (0.51, 2), (0.79, 2), (0.81, 3), (1.0, 4)])
+@pytest.mark.parametrize(("top_p", "kept"), [(0.01, 1), (0.49, 1), (0.51, 2), (0.79, 2), (0.81, 3), (0.99, 4)])
 def test_top_p_keeps_the_fewest_tokens_that_reach_it(top_p, kept):
     logits = torch.tensor([0.05, 0.3, 0.5, 0.15]).log()
     values, ids = candidates(logits, SamplingParams(temperature=1.0, top_p=top_p))
     assert ids.tolist() == [2, 1, 3, 0][:kept]
     assert len(values) == kept
+
+
+def test_all_tokens_take_part_when_nothing_limits_them():
+    values, ids = candidates(LOGITS, SamplingParams(temperature=0.5))
+    assert ids.tolist() == [0, 1, 2, 3, 4] and torch.equal(values, LOGITS / 0.5)
 
 
 def test_same_seed_same_draws_and_other_seed_others():
