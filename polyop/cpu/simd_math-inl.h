@@ -15,7 +15,7 @@ namespace polyop::cpu {
 namespace HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-/// 2^x, at most 2 ulp off. 2^0 is exactly 1; x < -126 (and -inf) gives 0, x >= 127.5 gives +inf, NaN gives NaN.
+/// 2^x for x <= 127, at most 2 ulp off. 2^0 is exactly 1; x < -126 (and -inf) gives 0, NaN gives NaN.
 ///
 /// x = n + f with n the nearest integer, so |f| <= 1/2. 2^f = 1 + f P(f) with the minimax polynomial P of degree 5
 /// (relative error 4.0e-9, rounded coefficients included); the rest of the error is the rounding of the last two steps.
@@ -23,9 +23,11 @@ template <class D>
 HWY_INLINE hn::Vec<D> exp2(D d, hn::Vec<D> x) {
   const hn::RebindToSigned<D> di;
   const auto lowest = hn::Set(d, -126.0f);
-  // The clamp keeps the integer in range; f comes from the unclamped x, so a NaN survives.
-  const auto n = hn::NearestInt(hn::Min(hn::Max(x, lowest), hn::Set(d, 128.0f)));
-  const auto f = hn::Sub(x, hn::ConvertTo(d, n));
+  // Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the sum.
+  const auto to_integer = hn::Set(d, 0x1.8p23f);
+  const auto shifted = hn::Add(hn::Max(x, lowest), to_integer);
+  // From x and not from its clamped value: a NaN survives.
+  const auto f = hn::Sub(x, hn::Sub(shifted, to_integer));
   auto p = hn::Set(d, 0x1.3eb2ap-13f);
   p = hn::MulAdd(p, f, hn::Set(d, 0x1.5f0b86p-10f));
   p = hn::MulAdd(p, f, hn::Set(d, 0x1.3b320ap-7f));
@@ -33,7 +35,8 @@ HWY_INLINE hn::Vec<D> exp2(D d, hn::Vec<D> x) {
   p = hn::MulAdd(p, f, hn::Set(d, 0x1.ebfbd6p-3f));
   p = hn::MulAdd(p, f, hn::Set(d, 0x1.62e43p-1f));
   p = hn::MulAdd(p, f, hn::Set(d, 1.0f));
-  const auto power = hn::BitCast(d, hn::ShiftLeft<23>(hn::Add(n, hn::Set(di, 127))));
+  const auto one_bits = hn::Set(di, 0x3f800000);
+  const auto power = hn::BitCast(d, hn::Add(hn::ShiftLeft<23>(hn::BitCast(di, shifted)), one_bits));
   return hn::IfThenZeroElse(hn::Lt(x, lowest), hn::Mul(p, power));
 }
 

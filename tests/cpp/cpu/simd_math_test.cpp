@@ -68,17 +68,16 @@ TEST(SimdMath, Exp2_WithinTwoUlp_EveryTarget) {
 
 TEST(SimdMath, Exp2_Edges_EveryTarget) {
   testing::on_every_simd_target([] {
-    const std::vector<float> y = exp2_of(
-        {0.0f, -0.0f, 1.0f, -126.0f, -126.5f, -kInfinity, kInfinity, 200.0f, std::numeric_limits<float>::quiet_NaN()});
+    const std::vector<float> y =
+        exp2_of({0.0f, -0.0f, 1.0f, -126.0f, -126.5f, -1e30f, -kInfinity, std::numeric_limits<float>::quiet_NaN()});
     EXPECT_EQ(y[0], 1.0f);
     EXPECT_EQ(y[1], 1.0f);
     EXPECT_EQ(y[2], 2.0f);
     EXPECT_EQ(y[3], 0x1p-126f);
     EXPECT_EQ(y[4], 0.0f);
     EXPECT_EQ(y[5], 0.0f);
-    EXPECT_EQ(y[6], kInfinity);
-    EXPECT_EQ(y[7], kInfinity);
-    EXPECT_TRUE(std::isnan(y[8]));
+    EXPECT_EQ(y[6], 0.0f);
+    EXPECT_TRUE(std::isnan(y[7]));
   });
 }
 

@@ -5,7 +5,7 @@
 // Shapes    q [T, Hq, D] or [B, S, Hq, D] · k, v paged [P, R, Hkv, D|Dv], packed [Tkv, Hkv, D|Dv] or padded
 //           [B, Lmax, Hkv, D|Dv] · lse [T, Hq] or [B, S, Hq]; f32, f16, bf16 each
 // Layout    innermost axis dense, other strides free; keys are addressed row by row, so any page size costs the same
-// Work      task = up to 96 rows (query row x head of one kv head) x all their keys; a task much longer than a thread's
+// Work      task = up to 192 rows (query row x head of one kv head) x all their keys; a task much longer than a thread's
 // share
 //           is cut into its chunks, whose results are merged afterwards in the same order with the same arithmetic
 // Memory    k and v are widened once per task and tile of 64 keys into L1; decode reads each key once for its G heads
@@ -18,6 +18,7 @@
 #define HWY_TARGET_INCLUDE "polyop/ops/attention/cpu/flash_attention.cpp"
 #include <hwy/foreach_target.h>  // IWYU pragma: keep
 //
+#include <hwy/cache_control.h>
 #include <hwy/highway.h>
 
 #include <algorithm>
@@ -65,21 +66,30 @@ void load_queries(const TaskRun& run) {
   }
 }
 
-// f32 rows of the keys [begin, end) in rows[0 ..): the cache itself where it can be read in steps of `multiple` floats,
-// widened copies in `copies` otherwise.
-void gather_rows(const TaskRun& run, const HeadRows& from, int64_t width, int64_t multiple, bool copy, int64_t begin,
-                 int64_t end, float* copies, const float** rows) {
-  const std::byte* addresses[kKeysPerTile];
-  list_key_addresses(run.problem, from, run.task.sequence, run.task.kv_head, begin, end, addresses);
-  const bool in_place = !copy && from.dtype == DType::kF32 && width % multiple == 0;
+// Rows of the keys [begin, end) in rows[0 ..): the cache itself, or f32 copies in `copies`.
+void gather_rows(const TaskRun& run, const HeadRows& from, int64_t width, bool in_place, int64_t begin, int64_t end,
+                 float* copies, const std::byte** rows) {
+  list_key_addresses(run.problem, from, run.task.sequence, run.task.kv_head, begin, end, rows);
+  if (in_place) return;
   for (int64_t j = 0; j < end - begin; ++j) {
-    if (in_place) {
-      rows[j] = reinterpret_cast<const float*>(addresses[j]);
-    } else {
-      float* to = copies + j * run.padded_dim;
-      widen_row(from.dtype, addresses[j], width, 1.0f, to);
-      rows[j] = to;
-    }
+    float* to = copies + j * run.padded_dim;
+    widen_row(from.dtype, rows[j], width, 1.0f, to);
+    rows[j] = reinterpret_cast<const std::byte*>(to);
+  }
+}
+
+// Asks for the rows of the tile that follows at `begin`. The processor's own prefetcher follows a stream inside a 4 KiB
+// page; rows that lie far apart leave it behind, which costs a decode step an eighth of its bandwidth.
+void prefetch_next_tile(const TaskRun& run, const HeadRows& from, int64_t width, int64_t begin) {
+  constexpr int64_t kFarRowBytes = 2048;
+  constexpr int64_t kCacheLineBytes = 64;
+  const int64_t elem_bytes = dtype_bytes(from.dtype);
+  const int64_t end = std::min(begin + kKeysPerTile, run.keys.end);
+  if (begin >= end || run.num_rows() > 2 * kTileRows || from.row_stride * elem_bytes < kFarRowBytes) return;
+  const std::byte* rows[kKeysPerTile];
+  list_key_addresses(run.problem, from, run.task.sequence, run.task.kv_head, begin, end, rows);
+  for (int64_t j = 0; j < end - begin; ++j) {
+    for (int64_t i = 0; i < width * elem_bytes; i += kCacheLineBytes) hwy::Prefetch(rows[j] + i);
   }
 }
 
@@ -88,14 +98,18 @@ void score_tile(const TaskRun& run, int64_t chunk_begin, int64_t tile_begin, int
   const FlashScratch& scratch = run.scratch;
   const int64_t begin = std::max(run.keys.begin, tile_begin);
   const int64_t end = std::min(run.keys.end, tile_end);
-  const float* rows[kKeysPerTile];
+  const std::byte* rows[kKeysPerTile];
   // Columns outside [begin, end) hold zeros: those keys may lie outside of every page.
-  for (int64_t j = 0; j < kKeysPerTile; ++j) rows[j] = scratch.zero_row;
-  gather_rows(run, run.problem.k, run.problem.head_dim, 4, false, begin, end, scratch.k_rows,
+  for (int64_t j = 0; j < kKeysPerTile; ++j) rows[j] = reinterpret_cast<const std::byte*>(scratch.zero_row);
+  const DType dtype = run.problem.k.dtype;
+  const bool in_place = (dtype == DType::kF32 && run.problem.head_dim % 4 == 0) ||
+                        (dtype == DType::kBF16 && run.problem.head_dim % 8 == 0);
+  prefetch_next_tile(run, run.problem.k, run.problem.head_dim, tile_end);
+  gather_rows(run, run.problem.k, run.problem.head_dim, in_place, begin, end, scratch.k_rows,
               rows + (begin - tile_begin));
   const auto columns =
       static_cast<size_t>((end - tile_begin + int64_t{kLanes} - 1) / int64_t{kLanes} * int64_t{kLanes});
-  transpose_keys(rows, columns, run.problem.head_dim, scratch.k_tile);
+  transpose_keys(in_place ? dtype : DType::kF32, rows, columns, run.problem.head_dim, scratch.k_tile);
 
   const float* k_tile = scratch.k_tile;
   for (int64_t r = 0; r < run.num_rows(); r += kTileRows) {
@@ -111,25 +125,28 @@ void score_tile(const TaskRun& run, int64_t chunk_begin, int64_t tile_begin, int
   }
 }
 
-// chunk_out(r) += sum over the visible keys j of the tile of p(r, j) v_j, j ascending. Hidden keys are not multiplied
-// by zero but left out: they may hold NaN.
-void accumulate_tile(const TaskRun& run, int64_t chunk_begin, int64_t tile_begin, int64_t tile_end) {
-  const FlashScratch& scratch = run.scratch;
-  const int64_t begin = std::max(run.keys.begin, tile_begin);
-  const int64_t end = std::min(run.keys.end, tile_end);
-  const float* rows[kKeysPerTile];
-  // With many rows a dense copy pays: cache rows that lie a power of two apart share few L1 sets.
-  const bool copy = run.num_rows() > 2 * kTileRows;
-  gather_rows(run, run.problem.v, run.problem.value_head_dim, int64_t{kLanes}, copy, begin, end, scratch.v_rows,
-              rows + (begin - tile_begin));
+// Whether values are read from the cache itself: always for the one or two register tiles of a decode step. More of
+// them read a tile of values again and again; it stays in L1 only when its rows spread over all sets, that is when the
+// power of two in their stride is at most their width.
+bool reads_values_in_place(const TaskRun& run) {
+  const HeadRows& v = run.problem.v;
+  const int64_t width = run.problem.value_head_dim;
+  if (width % int64_t{kLanes} != 0) return false;
+  return run.num_rows() <= 2 * kTileRows || (v.dtype == DType::kF32 && (v.row_stride & -v.row_stride) <= width);
+}
 
-  const float* const* v = rows;
+// chunk_out(r) += sum over the visible keys j of the tile of p(r, j) v_j, j ascending; v_j = rows[j], of type T. Hidden
+// keys are not multiplied by zero but left out: they may hold NaN.
+template <class T>
+void accumulate_rows(const TaskRun& run, int64_t chunk_begin, int64_t tile_begin, int64_t tile_end,
+                     const std::byte* const* rows) {
+  const FlashScratch& scratch = run.scratch;
   const auto accumulate = [&](int64_t r, int64_t count, int64_t key_begin, int64_t key_end) HWY_ATTR {
     if (key_begin >= key_end) return;
     multiply<false>(
         count, scratch.scores + r * kKeysPerChunk + (tile_begin - chunk_begin), kKeysPerChunk, key_begin, key_end,
-        [v](size_t j) HWY_ATTR { return v[j]; }, scratch.chunk_out + r * run.padded_dim, run.padded_dim,
-        run.problem.value_head_dim);
+        [rows](size_t j) HWY_ATTR { return reinterpret_cast<const T*>(rows[j]); },
+        scratch.chunk_out + r * run.padded_dim, run.padded_dim, run.problem.value_head_dim);
   };
   for (int64_t r = 0; r < run.num_rows(); r += kTileRows) {
     const int64_t count = std::min<int64_t>(kTileRows, run.num_rows() - r);
@@ -147,6 +164,20 @@ void accumulate_tile(const TaskRun& run, int64_t chunk_begin, int64_t tile_begin
     accumulate(r, count, common.begin, common.end);
     for (int64_t i = 0; i < count; ++i) accumulate(r + i, 1, std::max(common.end, of_row[i].begin), of_row[i].end);
   }
+}
+
+void accumulate_tile(const TaskRun& run, int64_t chunk_begin, int64_t tile_begin, int64_t tile_end) {
+  const HeadRows& v = run.problem.v;
+  const int64_t begin = std::max(run.keys.begin, tile_begin);
+  const int64_t end = std::min(run.keys.end, tile_end);
+  const bool in_place = reads_values_in_place(run);
+  const std::byte* rows[kKeysPerTile];
+  prefetch_next_tile(run, v, run.problem.value_head_dim, tile_end);
+  gather_rows(run, v, run.problem.value_head_dim, in_place, begin, end, run.scratch.v_rows,
+              rows + (begin - tile_begin));
+  if (in_place && v.dtype == DType::kF16) return accumulate_rows<F16>(run, chunk_begin, tile_begin, tile_end, rows);
+  if (in_place && v.dtype == DType::kBF16) return accumulate_rows<BF16>(run, chunk_begin, tile_begin, tile_end, rows);
+  accumulate_rows<float>(run, chunk_begin, tile_begin, tile_end, rows);
 }
 
 // Softmax and output of one chunk in scratch.chunk_*, for all rows.
@@ -210,25 +241,28 @@ void run_task(const AttentionProblem& problem, const FlashPlan& plan, const Flas
   std::fill_n(scratch.zero_row, plan.padded_dim, 0.0f);
   std::fill_n(scratch.total_sum, run.num_rows(), 0.0f);
   load_queries(run);
+  const bool is_split = task.partial != FlashTask::kWhole;
+  const bool has_one_chunk = !is_split && task.chunk_end - task.chunk_begin == 1;
   for (int64_t chunk = task.chunk_begin; chunk < task.chunk_end; ++chunk) {
     attend_chunk(run, chunk);
-    for (int64_t r = 0; r < run.num_rows(); ++r) {
+    for (int64_t r = 0; r < run.num_rows() && !has_one_chunk; ++r) {
       const float* chunk_out = scratch.chunk_out + r * plan.padded_dim;
-      if (task.partial == FlashTask::kWhole) {
-        merge_chunk(scratch.chunk_max[r], scratch.chunk_sum[r], chunk_out, scratch.total_max + r, scratch.total_sum + r,
-                    scratch.total_out + r * plan.padded_dim, width);
-      } else {
+      if (is_split) {
         float* partial = plan.partial(task.partial + r);
         partial[0] = scratch.chunk_max[r];
         partial[1] = scratch.chunk_sum[r];
         std::copy_n(chunk_out, width, partial + kLanePadding);
+      } else {
+        merge_chunk(scratch.chunk_max[r], scratch.chunk_sum[r], chunk_out, scratch.total_max + r, scratch.total_sum + r,
+                    scratch.total_out + r * plan.padded_dim, width);
       }
     }
   }
-  if (task.partial != FlashTask::kWhole) return;
-  for (int64_t r = 0; r < run.num_rows(); ++r) {
-    write_row(run, r, scratch.total_max[r], scratch.total_sum[r], scratch.total_out + r * plan.padded_dim);
-  }
+  if (is_split) return;
+  const float* max = has_one_chunk ? scratch.chunk_max : scratch.total_max;
+  const float* sum = has_one_chunk ? scratch.chunk_sum : scratch.total_sum;
+  float* out = has_one_chunk ? scratch.chunk_out : scratch.total_out;
+  for (int64_t r = 0; r < run.num_rows(); ++r) write_row(run, r, max[r], sum[r], out + r * plan.padded_dim);
 }
 
 // Merges the chunks of one group of rows that several tasks shared.

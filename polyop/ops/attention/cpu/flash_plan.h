@@ -17,8 +17,8 @@ inline constexpr int64_t kKeysPerTile =
 inline constexpr int64_t kKeysPerChunk = 512;  // one softmax; chunks are merged in ascending order
 
 // Rows (query row x head of one kv head) per task: many enough to pay for widening a tile, few enough that the scores
-// of a chunk (kMaxRowsPerTask x kKeysPerChunk f32 = 192 KiB) stay in L2.
-inline constexpr int64_t kMaxRowsPerTask = 96;
+// of a chunk (kMaxRowsPerTask x kKeysPerChunk f32 = 384 KiB) stay in L2.
+inline constexpr int64_t kMaxRowsPerTask = 192;
 inline constexpr int64_t kMinRowsPerTask = 24;
 
 // Scratch rows are padded to this many floats: the widest vector of the supported targets.

@@ -42,7 +42,7 @@ constexpr int kTileVecs = 2;
 // ---------------------------------------------------------------------------------------------------
 
 // c[r][n] = (kFromZero ? 0 : c[r][n]) + a[r][k] * b(k)[n], one fused step for each k of [k_begin, k_end) in ascending
-// order; r < kRows, n < kVecs vectors. b(k) is the address of row k.
+// order; r < kRows, n < kVecs vectors. b(k) is the address of row k (f32, f16 or bf16).
 template <int kRows, int kVecs, bool kFromZero, class BRow>
 HWY_INLINE void multiply_tile(const float* HWY_RESTRICT a, size_t a_stride, size_t k_begin, size_t k_end, BRow b,
                               float* HWY_RESTRICT c, size_t c_stride) {
@@ -54,10 +54,10 @@ HWY_INLINE void multiply_tile(const float* HWY_RESTRICT a, size_t a_stride, size
     for (int v = 0; v < kVecs; ++v) sums[r][v] = kFromZero ? hn::Zero(d) : hn::LoadU(d, c + r * c_stride + v * kLanes);
   }
   for (size_t k = k_begin; k < k_end; ++k) {
-    const float* HWY_RESTRICT b_row = b(k);
+    const auto* HWY_RESTRICT b_row = b(k);
     F32Vec row[kVecs];
 #pragma GCC unroll 4
-    for (int v = 0; v < kVecs; ++v) row[v] = hn::LoadU(d, b_row + v * kLanes);
+    for (int v = 0; v < kVecs; ++v) row[v] = load_f32(d, b_row + v * kLanes);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const F32Vec factor = hn::Set(d, a[r * a_stride + k]);
@@ -174,43 +174,70 @@ inline void narrow_row(DType dtype, const float* from, size_t count, float facto
 // -----------------------------------------------------------------------------------------------
 
 #if HWY_TARGET != HWY_SCALAR
-// Block b (four floats) of the result is the four floats at rows[4 * b].
+
+// Block b (16 bytes) of the result is the 16 bytes at rows[4 * b].
 template <class D>
-HWY_INLINE hn::Vec<D> load_blocks(D d, const float* const* rows, size_t offset) {
+HWY_INLINE hn::Vec<D> load_blocks(D d, const std::byte* const* rows, size_t offset_bytes) {
   if constexpr (hn::MaxLanes(D()) <= 4) {
-    return hn::LoadU(d, rows[0] + offset);
+    return hn::LoadU(d, reinterpret_cast<const hn::TFromD<D>*>(rows[0] + offset_bytes));
   } else {
     const hn::Half<D> half;
-    return hn::Combine(d, load_blocks(half, rows + hn::MaxLanes(half), offset), load_blocks(half, rows, offset));
+    return hn::Combine(d, load_blocks(half, rows + hn::MaxLanes(half), offset_bytes),
+                       load_blocks(half, rows, offset_bytes));
   }
+}
+
+// Calls take(c, vector) for c = 0 .. 3: lane r of the vector is 32-bit word c of the 16 bytes at rows[r] +
+// offset_bytes.
+template <class D, class Take>
+HWY_INLINE void transpose_words(D d, const std::byte* const* rows, size_t offset_bytes, Take take) {
+  const hn::Repartition<double, D> d64;
+  // Block b of the r-th vector belongs to row 4 b + r, which is the lane where it ends.
+  const auto r0 = load_blocks(d, rows, offset_bytes);
+  const auto r1 = load_blocks(d, rows + 1, offset_bytes);
+  const auto r2 = load_blocks(d, rows + 2, offset_bytes);
+  const auto r3 = load_blocks(d, rows + 3, offset_bytes);
+  const auto low01 = hn::BitCast(d64, hn::InterleaveLower(d, r0, r1));
+  const auto low23 = hn::BitCast(d64, hn::InterleaveLower(d, r2, r3));
+  const auto high01 = hn::BitCast(d64, hn::InterleaveUpper(d, r0, r1));
+  const auto high23 = hn::BitCast(d64, hn::InterleaveUpper(d, r2, r3));
+  take(0, hn::BitCast(d, hn::InterleaveLower(d64, low01, low23)));
+  take(1, hn::BitCast(d, hn::InterleaveUpper(d64, low01, low23)));
+  take(2, hn::BitCast(d, hn::InterleaveLower(d64, high01, high23)));
+  take(3, hn::BitCast(d, hn::InterleaveUpper(d64, high01, high23)));
 }
 #endif
 
-// tile[i][j] = rows[j][i] for j < columns (a multiple of kLanes) and i < depth. Reads the rows up to a multiple of 4.
-HWY_INLINE void transpose_keys(const float* const* rows, size_t columns, size_t depth, float* tile) {
+// tile[i][j] = rows[j][i] for j < columns (a multiple of kLanes) and i < depth. f32 rows are read up to a multiple of
+// 4, bf16 rows up to a multiple of 8, and the tile is written as far.
+inline void transpose_keys(DType dtype, const std::byte* const* rows, size_t columns, size_t depth, float* tile) {
 #if HWY_TARGET == HWY_SCALAR
   for (size_t i = 0; i < depth; ++i) {
-    for (size_t j = 0; j < columns; ++j) tile[i * kKeysPerTile + j] = rows[j][i];
+    for (size_t j = 0; j < columns; ++j) {
+      tile[i * kKeysPerTile + j] = dtype == DType::kBF16 ? reinterpret_cast<const BF16*>(rows[j])[i].to_float()
+                                                         : reinterpret_cast<const float*>(rows[j])[i];
+    }
   }
 #else
   const F32 d;
-  const hn::Repartition<double, F32> d64;
+  const hn::RebindToUnsigned<F32> du;
+  const auto upper_half = hn::Set(du, 0xffff0000u);
   for (size_t j = 0; j < columns; j += kLanes) {
-    for (size_t i = 0; i < depth; i += 4) {
-      // Lane 4 b + r of `out` is key j + 4 b + r: block b of r-th vector holds four dims of that key.
-      const F32Vec k0 = load_blocks(d, rows + j, i);
-      const F32Vec k1 = load_blocks(d, rows + j + 1, i);
-      const F32Vec k2 = load_blocks(d, rows + j + 2, i);
-      const F32Vec k3 = load_blocks(d, rows + j + 3, i);
-      const auto low01 = hn::BitCast(d64, hn::InterleaveLower(d, k0, k1));
-      const auto low23 = hn::BitCast(d64, hn::InterleaveLower(d, k2, k3));
-      const auto high01 = hn::BitCast(d64, hn::InterleaveUpper(d, k0, k1));
-      const auto high23 = hn::BitCast(d64, hn::InterleaveUpper(d, k2, k3));
-      float* to = tile + i * kKeysPerTile + j;
-      hn::StoreU(hn::BitCast(d, hn::InterleaveLower(d64, low01, low23)), d, to);
-      hn::StoreU(hn::BitCast(d, hn::InterleaveUpper(d64, low01, low23)), d, to + kKeysPerTile);
-      hn::StoreU(hn::BitCast(d, hn::InterleaveLower(d64, high01, high23)), d, to + 2 * kKeysPerTile);
-      hn::StoreU(hn::BitCast(d, hn::InterleaveUpper(d64, high01, high23)), d, to + 3 * kKeysPerTile);
+    if (dtype == DType::kBF16) {
+      // A word holds two dims; widening is a shift for the lower one and a mask for the upper one.
+      for (size_t i = 0; i < depth; i += 8) {
+        float* to = tile + i * kKeysPerTile + j;
+        transpose_words(du, rows + j, i * sizeof(BF16), [&](size_t c, auto pairs) HWY_ATTR {
+          hn::StoreU(hn::BitCast(d, hn::ShiftLeft<16>(pairs)), d, to + 2 * c * kKeysPerTile);
+          hn::StoreU(hn::BitCast(d, hn::And(pairs, upper_half)), d, to + (2 * c + 1) * kKeysPerTile);
+        });
+      }
+    } else {
+      for (size_t i = 0; i < depth; i += 4) {
+        float* to = tile + i * kKeysPerTile + j;
+        transpose_words(d, rows + j, i * sizeof(float),
+                        [&](size_t c, auto dims) HWY_ATTR { hn::StoreU(dims, d, to + c * kKeysPerTile); });
+      }
     }
   }
 #endif
@@ -234,19 +261,23 @@ HWY_INLINE void softmax_chunk(float* scores, size_t begin, size_t end, float* ma
   const F32 d;
   const F32Vec minus_infinity = hn::Set(d, -std::numeric_limits<float>::infinity());
   const size_t first = begin / kLanes * kLanes;
+  const auto is_whole = [&](size_t i) { return i >= begin && i + kLanes <= end; };
   const auto visible = [&](size_t i) HWY_ATTR {
     const auto below_end = hn::FirstN(d, std::min(end - i, kLanes));
     return i >= begin ? below_end : hn::AndNot(hn::FirstN(d, begin - i), below_end);
   };
   F32Vec maxima = minus_infinity;
   for (size_t i = first; i < end; i += kLanes) {
-    maxima = hn::Max(maxima, hn::IfThenElse(visible(i), hn::LoadU(d, scores + i), minus_infinity));
+    F32Vec logits = hn::LoadU(d, scores + i);
+    if (!is_whole(i)) logits = hn::IfThenElse(visible(i), logits, minus_infinity);
+    maxima = hn::Max(maxima, logits);
   }
   *max = hn::GetLane(hn::MaxOfLanes(d, maxima));
   const F32Vec reference = hn::Set(d, finite_reference(*max));
   F32Vec sums = hn::Zero(d);
   for (size_t i = first; i < end; i += kLanes) {
-    const F32Vec weights = hn::IfThenElseZero(visible(i), exp2(d, hn::Sub(hn::LoadU(d, scores + i), reference)));
+    F32Vec weights = exp2(d, hn::Sub(hn::LoadU(d, scores + i), reference));
+    if (!is_whole(i)) weights = hn::IfThenElseZero(visible(i), weights);
     hn::StoreU(weights, d, scores + i);
     sums = hn::Add(sums, weights);
   }
