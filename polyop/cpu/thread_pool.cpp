@@ -45,18 +45,24 @@ int default_num_threads() {
 
 ThreadPool& ThreadPool::shared() {
   // Never destroyed: worker threads may still sleep in it when static destructors of the host process run.
-  static ThreadPool* pool = [] {
-    pthread_atfork(nullptr, nullptr, [] { forked_child.store(true, std::memory_order_relaxed); });
-    return new ThreadPool(default_num_threads());
-  }();
+  static ThreadPool* pool = new ThreadPool(default_num_threads());
   return *pool;
 }
 
-ThreadPool::ThreadPool(int num_threads) : num_threads_(std::max(1, num_threads)) { start_workers(); }
+ThreadPool::ThreadPool(int num_threads) : num_threads_(std::max(1, num_threads)) {
+  // Once a process, before the first worker exists.
+  [[maybe_unused]] static const int registered =
+      pthread_atfork(nullptr, nullptr, [] { forked_child.store(true, std::memory_order_relaxed); });
+  start_workers();
+}
 
 ThreadPool::~ThreadPool() { stop_workers(); }
 
 void ThreadPool::set_num_threads(int num_threads) {
+  if (forked_child.load(std::memory_order_relaxed)) {  // a thread that is gone may hold the lock
+    num_threads_ = std::max(1, num_threads);
+    return;
+  }
   std::lock_guard lock(job_mutex_);
   stop_workers();
   num_threads_ = std::max(1, num_threads);
@@ -64,6 +70,7 @@ void ThreadPool::set_num_threads(int num_threads) {
 }
 
 void ThreadPool::start_workers() {
+  if (forked_child.load(std::memory_order_relaxed)) return;  // they would never be given a task
   stopping_.store(false);
   for (int thread = 1; thread < num_threads_; ++thread) {
     workers_.emplace_back([this, thread] { worker_main(thread); });

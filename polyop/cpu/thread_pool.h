@@ -27,7 +27,7 @@ class ThreadPool {
   /// Threads that may run tasks, the caller included. Scratch per thread is sized by this.
   [[nodiscard]] int num_threads() const { return num_threads_; }
 
-  /// Changes the number of threads (at least 1). Waits for a running job.
+  /// Changes the number of threads (at least 1). Waits for a running job, so not for use inside a task.
   void set_num_threads(int num_threads);
 
   /// Calls fn(task, thread) for each task in [0, num_tasks), thread in [0, num_threads()); returns when all are done.
@@ -50,7 +50,7 @@ class ThreadPool {
   void worker_main(int thread);
   bool claim(uint32_t job, int thread);
 
-  int num_threads_ = 1;
+  std::atomic<int> num_threads_{1};
   std::vector<std::thread> workers_;
   std::mutex job_mutex_;  // held by the caller whose job runs
 
