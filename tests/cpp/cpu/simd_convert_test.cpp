@@ -1,5 +1,5 @@
-// simd_convert: every f16 and bf16 value widens, and a dense sample of f32 narrows, to the bits of numeric_types.h on every
-// target that this processor runs.
+// simd_convert: every f16 and bf16 value widens, and a dense sample of f32 narrows, to the bits of numeric_types.h on
+// every target that this processor runs.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "simd_convert_test.cpp"
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
@@ -104,7 +104,9 @@ void check_narrow(Narrow narrow_fn) {
   std::vector<T> to(from.size());
   narrow_fn(from.data(), to.data(), from.size());
   for (size_t i = 0; i < from.size(); ++i) {
-    ASSERT_TRUE(same_value(to[i].to_float(), T::from_float(from[i]).to_float())) << std::hex << std::bit_cast<uint32_t>(from[i]) << " gives " << to[i].bits << ", wanted " << T::from_float(from[i]).bits;
+    ASSERT_TRUE(same_value(to[i].to_float(), T::from_float(from[i]).to_float()))
+        << std::hex << std::bit_cast<uint32_t>(from[i]) << " gives " << to[i].bits << ", wanted "
+        << T::from_float(from[i]).bits;
   }
 }
 

@@ -331,6 +331,7 @@ int64_t int4_groupwise_gemm_simd_workspace_bytes(const Int4GroupwiseGemmProblem&
 }
 
 Status int4_groupwise_gemm_simd(const Int4GroupwiseGemmProblem& problem, Workspace workspace, Stream) {
+  POLYOP_RETURN_IF_ERROR(supports_int4_groupwise_gemm_simd(problem));
   const WorkspaceLayout layout(problem, GemmPlan(problem), ThreadPool::shared().num_threads());
   if (workspace.bytes < layout.bytes) {
     return internal_error("int4_groupwise_gemm: workspace has " + std::to_string(workspace.bytes) + " bytes, wanted " +

@@ -12,10 +12,10 @@
 #include <vector>
 
 #include "hwy/aligned_allocator.h"
-#include "hwy/highway.h"
 #include "polyop/core/numeric_types.h"
 #include "polyop/ops/int4_groupwise_gemm/int4_groupwise_gemm_problem.h"
 #include "polyop/ops/int4_groupwise_gemm/packing.h"
+#include "tests/cpp/testing/simd_targets.h"
 
 namespace polyop::testing {
 
@@ -164,19 +164,12 @@ class GemmCase {
   std::vector<double> magnitude_;
 };
 
-// Runs check(target) once on every vector target that is compiled and that this processor has.
+// on_every_simd_target without the one of one lane, which the kernel refuses.
 template <class Check>
-void on_every_target(Check check) {
-  for (int64_t targets = hwy::SupportedTargets() & HWY_TARGETS; targets != 0; targets &= targets - 1) {
-    const int64_t target = targets & -targets;
-    if (target == HWY_SCALAR) continue;
-    hwy::SetSupportedTargetsForTest(target);
-    hwy::GetChosenTarget().Update(target);
-    SCOPED_TRACE(hwy::TargetName(target));
-    check(target);
-  }
-  hwy::SetSupportedTargetsForTest(0);
-  hwy::GetChosenTarget().DeInit();
+void on_every_vector_target(Check check) {
+  on_every_simd_target([&] {
+    if (hwy::SupportedTargets() != HWY_SCALAR) check();
+  });
 }
 
 }  // namespace polyop::testing

@@ -12,7 +12,7 @@ namespace {
 
 using testing::GemmCase;
 using testing::GemmExtents;
-using testing::on_every_target;
+using testing::on_every_vector_target;
 
 constexpr int64_t kRowCounts[] = {0, 1, 3, 7, 64, 200};
 
@@ -23,7 +23,7 @@ void check_against_reference() {
       for (const int64_t group_size : {32, 64, 128}) {
         SCOPED_TRACE(::testing::Message() << "N " << n << ", K " << k << ", Kg " << group_size);
         GemmCase<T> gemm_case(GemmExtents{n, k, group_size});
-        on_every_target([&](int64_t) {
+        on_every_vector_target([&] {
           for (const int64_t m : kRowCounts) {
             SCOPED_TRACE(::testing::Message() << "M " << m);
             gemm_case.check(gemm_case.run(m), m);
@@ -43,7 +43,7 @@ TEST(Int4GroupwiseGemm_Cpu, Simd_MatchesReference_OtherGroupsAndScaleTypes) {
   for (const int64_t group_size : {16, 48, 96, 256}) {
     GemmCase<float, float> with_f32_scales(GemmExtents{97, 700, group_size});
     GemmCase<F16, BF16> with_bf16_scales(GemmExtents{97, 700, group_size});
-    on_every_target([&](int64_t) {
+    on_every_vector_target([&] {
       for (const int64_t m : {1, 5, 13}) {
         with_f32_scales.check(with_f32_scales.run(m), m);
         with_bf16_scales.check(with_bf16_scales.run(m), m);
@@ -57,7 +57,7 @@ TEST(Int4GroupwiseGemm_Cpu, Simd_MatchesReference_OtherGroupsAndScaleTypes) {
 TEST(Int4GroupwiseGemm_Cpu, Simd_RowBitsDoNotDependOnRowCount) {
   const GemmCase<float> gemm_case(GemmExtents{161, 304, 32});
   const int64_t n = gemm_case.extents().n;
-  on_every_target([&](int64_t) {
+  on_every_vector_target([&] {
     const std::vector<float> longest = gemm_case.run(testing::kDistinctRows * 56);  // 392 rows: two passes
     for (int64_t m = 1; m <= 30; ++m) {
       const std::vector<float> out = gemm_case.run(m);
@@ -99,8 +99,8 @@ TEST(Int4GroupwiseGemm_Cpu, Simd_BitsAreEqualOnTargetsWithFma) {
   const GemmCase<float> gemm_case(GemmExtents{130, 576, 32});
   for (const int64_t m : {1, 5, 50}) {
     std::vector<float> first;
-    on_every_target([&](int64_t target) {
-      if (target > HWY_AVX2) return;  // rounds products and sums apart
+    on_every_vector_target([&] {
+      if (hwy::SupportedTargets() > HWY_AVX2) return;  // rounds products and sums apart
       const std::vector<float> out = gemm_case.run(m);
       if (first.empty()) first = out;
       EXPECT_EQ(std::memcmp(first.data(), out.data(), out.size() * sizeof(float)), 0);
