@@ -7,6 +7,7 @@ tensor([3., 0., 1., 2., 3., 0.])
 The subpackages are imported when they are first named, so that ``import polyop`` itself needs neither torch nor the
 compiled module:
 
+- ``polyop.cuda``       what kernels on a GPU had to skip
 - ``polyop.ops``        one function per operator, and their ``torch.library`` registration
 - ``polyop.attention``  attention backends by name
 - ``polyop.kv_cache``   a paged key/value cache: pages, tables, sequences
@@ -21,7 +22,7 @@ from types import ModuleType
 
 __version__ = "0.1.0"
 
-_SUBPACKAGES = ("attention", "kv_cache", "llm", "ops", "testing")
+_SUBPACKAGES = ("attention", "cuda", "kv_cache", "llm", "ops", "testing")
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -15,6 +15,7 @@
 
 #include "polyop/core/call.h"
 #include "polyop/cpu/thread_pool.h"
+#include "polyop/hosts/tvm_ffi/cuda_calls.h"
 #include "polyop/hosts/tvm_ffi/error_translation.h"
 #include "polyop/ops/operators.h"
 
@@ -194,7 +195,12 @@ void call_packed(const Operator& op, ffi::PackedArgs args, std::string_view kern
   arguments.read(schema, args, /*with_outputs=*/true);
   BoundCall call;
   throw_if_error(bind_call(schema, arguments.operand_span(schema), arguments.attribute_span(schema), &call));
-  throw_if_error(op.run(call, HostWorkspaces::of_this_thread(), current_stream(call.device), kernel));
+  const Stream stream = current_stream(call.device);
+  if (call.device.type == DeviceType::kCuda) {
+    throw_if_error(run_on_cuda(op, call, stream, kernel));
+  } else {
+    throw_if_error(op.run(call, HostWorkspaces::of_this_thread(), stream, kernel));
+  }
 }
 
 /// Checks inputs and attributes against the schema and runs nothing.
@@ -254,6 +260,7 @@ void register_operators() {
       .def("polyop.schemas", all_schemas)
       .def("polyop.kernel_names", kernel_names)
       .def("polyop.kernel_function", kernel_function)
+      .def("polyop.check_cuda_errors", [] { throw_if_error(check_cuda_errors()); })
       .def("polyop.num_threads", [] { return static_cast<int64_t>(cpu::ThreadPool::shared().num_threads()); })
       .def("polyop.set_num_threads", [](int64_t num_threads) {
         if (num_threads < 1 || num_threads > 4096) {

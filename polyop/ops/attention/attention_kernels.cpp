@@ -17,6 +17,18 @@ std::span<const Kernel<AttentionProblem>> attention_kernels() {
        .supports = [](const AttentionProblem&) { return Status::ok(); },
        .workspace_bytes = attention_reference_workspace_bytes,
        .launch = attention_reference},
+#ifdef POLYOP_CUDA
+      {.name = "cuda_split_kv",
+       .device = DeviceType::kCuda,
+       .supports = cuda::supports_split_kv,
+       .workspace_bytes = cuda::split_kv_workspace_bytes,
+       .launch = cuda::split_kv},
+      {.name = "cuda_rows",
+       .device = DeviceType::kCuda,
+       .supports = cuda::supports_attention_rows,
+       .workspace_bytes = nullptr,
+       .launch = cuda::attention_rows},
+#endif
   };
   return kKernels;
 }

@@ -23,4 +23,17 @@ int64_t flash_attention_workspace_bytes(const AttentionProblem& problem);
 Status flash_attention(const AttentionProblem& problem, Workspace workspace, Stream stream);
 
 }  // namespace cpu
+
+namespace cuda {
+
+/// Few query rows over long keys at the speed of memory, in one launch (see cuda/split_kv_kernel.cuh).
+Status supports_split_kv(const AttentionProblem& problem);
+int64_t split_kv_workspace_bytes(const AttentionProblem& problem);
+Status split_kv(const AttentionProblem& problem, Workspace workspace, Stream stream);
+
+/// Everything that AttentionProblem can say, at moderate speed (see cuda/attention_rows.cu).
+Status supports_attention_rows(const AttentionProblem& problem);
+Status attention_rows(const AttentionProblem& problem, Workspace workspace, Stream stream);
+
+}  // namespace cuda
 }  // namespace polyop

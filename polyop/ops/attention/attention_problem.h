@@ -153,7 +153,7 @@ struct AttentionProblem {
   const float* weight_scale = nullptr;  // [1]; given exactly when weights are quantized
 
   /// G: query heads that share one kv head.
-  [[nodiscard]] int64_t group_size() const { return num_query_heads / num_kv_heads; }
+  [[nodiscard]] constexpr int64_t group_size() const { return num_query_heads / num_kv_heads; }
 
   // ---- readers: rows. A row is named by its sequence and its index there; row_number() is its place in [0, T or B *
   // S).

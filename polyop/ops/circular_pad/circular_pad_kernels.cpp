@@ -17,6 +17,13 @@ std::span<const Kernel<CircularPadProblem>> circular_pad_kernels() {
        .supports = [](const CircularPadProblem&) { return Status::ok(); },
        .workspace_bytes = nullptr,
        .launch = circular_pad_reference},
+#ifdef POLYOP_CUDA
+      {.name = "cuda_rows",
+       .device = DeviceType::kCuda,
+       .supports = [](const CircularPadProblem&) { return Status::ok(); },
+       .workspace_bytes = nullptr,
+       .launch = cuda::circular_pad_rows},
+#endif
   };
   return kKernels;
 }

@@ -21,7 +21,7 @@ struct CircularPadProblem {
   std::array<int64_t, kMaxRank> pads_before{};  // elements, by axis, outermost first; negative crops
 
   /// Index on `axis` of x that output index `out_index` repeats, in [0, extent).
-  [[nodiscard]] int64_t source_index(int32_t axis, int64_t out_index) const {
+  [[nodiscard]] constexpr int64_t source_index(int32_t axis, int64_t out_index) const {
     const int64_t extent = x_extents[axis];
     const int64_t remainder = (out_index - pads_before[axis]) % extent;
     return remainder < 0 ? remainder + extent : remainder;
@@ -38,4 +38,11 @@ Status circular_pad_row_pieces(const CircularPadProblem& problem, Workspace work
 Status supports_circular_pad_row_pieces(const CircularPadProblem& problem);
 
 }  // namespace cpu
+
+namespace cuda {
+
+/// One warp a row, 16-byte stores; takes every call.
+Status circular_pad_rows(const CircularPadProblem& problem, Workspace workspace, Stream stream);
+
+}  // namespace cuda
 }  // namespace polyop

@@ -17,6 +17,13 @@ std::span<const Kernel<KvCacheUpdateProblem>> kv_cache_update_kernels() {
        .supports = [](const KvCacheUpdateProblem&) { return Status::ok(); },
        .workspace_bytes = nullptr,
        .launch = kv_cache_update_reference},
+#ifdef POLYOP_CUDA
+      {.name = "cuda_tokens",
+       .device = DeviceType::kCuda,
+       .supports = [](const KvCacheUpdateProblem&) { return Status::ok(); },
+       .workspace_bytes = nullptr,
+       .launch = cuda::kv_cache_update_tokens},
+#endif
   };
   return kKernels;
 }

@@ -34,26 +34,29 @@ struct KvCacheUpdateProblem {
   int64_t num_kv_heads = 0;                  // Hkv
   int64_t head_dim = 0;                      // D
   int64_t page_size = 0;                     // R, or Lmax of a linear cache
+  int64_t num_pages = 0;                     // P, or B of a linear cache
+  int64_t capacity = 0;                      // positions a sequence can have: W * R, or Lmax
+  int64_t num_tokens = 0;                    // T, or B * S
   int64_t padded_tokens = 0;                 // S; counts when update_offsets is null
   const int32_t* update_offsets = nullptr;   // [B + 1]; null: padded
   const int32_t* write_positions = nullptr;  // [B]; null: zeros
   const int32_t* page_table = nullptr;       // [B, W]; null: linear
   int64_t page_table_stride = 0;             // entries between rows
 
-  [[nodiscard]] bool is_packed() const { return update_offsets != nullptr; }
+  [[nodiscard]] constexpr bool is_packed() const { return update_offsets != nullptr; }
   /// Tokens of all sequences before `sequence`.
-  [[nodiscard]] int64_t token_offset(int64_t sequence) const {
+  [[nodiscard]] constexpr int64_t token_offset(int64_t sequence) const {
     return is_packed() ? update_offsets[sequence] : sequence * padded_tokens;
   }
-  [[nodiscard]] int64_t write_position(int64_t sequence) const {
+  [[nodiscard]] constexpr int64_t write_position(int64_t sequence) const {
     return write_positions == nullptr ? 0 : write_positions[sequence];
   }
   /// Page that holds rows [column * page_size, (column + 1) * page_size) of a sequence.
-  [[nodiscard]] int64_t page(int64_t sequence, int64_t column) const {
+  [[nodiscard]] constexpr int64_t page(int64_t sequence, int64_t column) const {
     return page_table == nullptr ? sequence : page_table[sequence * page_table_stride + column];
   }
   /// Element offset into plane.update of token `token` of `sequence`.
-  [[nodiscard]] int64_t update_offset(const KvCachePlane& plane, int64_t sequence, int64_t token) const {
+  [[nodiscard]] constexpr int64_t update_offset(const KvCachePlane& plane, int64_t sequence, int64_t token) const {
     const int64_t row = is_packed() ? update_offsets[sequence] + token : token;
     return sequence * plane.update_sequence_stride + row * plane.update_token_stride;
   }
@@ -69,4 +72,12 @@ namespace cpu {
 Status kv_cache_update_runs(const KvCacheUpdateProblem& problem, Workspace workspace, Stream stream);
 
 }  // namespace cpu
+
+namespace cuda {
+
+/// A warp for each token's share of heads, 16-byte accesses; takes every call. Tokens outside the cache and pages
+/// outside the pool are skipped and flagged.
+Status kv_cache_update_tokens(const KvCacheUpdateProblem& problem, Workspace workspace, Stream stream);
+
+}  // namespace cuda
 }  // namespace polyop

@@ -183,9 +183,13 @@ Status make_problem(const BoundCall& call, KvCacheUpdateProblem* problem) {
     problem->page_table = static_cast<const int32_t*>(table.data);
     problem->page_table_stride = table.strides[0];
     problem->num_sequences = table.shape[0];
+    problem->capacity = table.shape[1] * problem->page_size;
   } else {
+    problem->capacity = problem->page_size;
     problem->num_sequences = cache.shape[0];
   }
+  problem->num_pages = cache.shape[0];
+  problem->num_tokens = update.shape[0] * (call.has(kUpdateOffsets) ? 1 : update.shape[1]);
   if (call.has(kUpdateOffsets)) {
     problem->update_offsets = static_cast<const int32_t*>(call.tensor(kUpdateOffsets).data);
   } else {

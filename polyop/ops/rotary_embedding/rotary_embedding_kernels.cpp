@@ -17,6 +17,13 @@ std::span<const Kernel<RotaryEmbeddingProblem>> rotary_embedding_kernels() {
        .supports = [](const RotaryEmbeddingProblem&) { return Status::ok(); },
        .workspace_bytes = nullptr,
        .launch = rotary_embedding_reference},
+#ifdef POLYOP_CUDA
+      {.name = "cuda_tokens",
+       .device = DeviceType::kCuda,
+       .supports = [](const RotaryEmbeddingProblem&) { return Status::ok(); },
+       .workspace_bytes = nullptr,
+       .launch = cuda::rotary_embedding_tokens},
+#endif
   };
   return kKernels;
 }

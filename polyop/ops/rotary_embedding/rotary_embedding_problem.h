@@ -31,11 +31,12 @@ struct RotaryEmbeddingProblem {
   bool interleaved = false;            // pairs (2j, 2j+1) instead of (j, j + Drot/2)
   const float* cos_sin = nullptr;      // [Lmax, Drot]: Drot/2 cosines, then Drot/2 sines
   int64_t cos_sin_stride = 0;          // elements between rows
+  int64_t num_positions = 0;           // Lmax
   const void* position_ids = nullptr;  // [T] i32 or i64, dense; null: row t belongs to token t
   bool position_ids_are_i64 = false;
 
   /// Row of cos_sin that token `token` is rotated by.
-  [[nodiscard]] int64_t position(int64_t token) const {
+  [[nodiscard]] constexpr int64_t position(int64_t token) const {
     if (position_ids == nullptr) return token;
     return position_ids_are_i64 ? static_cast<const int64_t*>(position_ids)[token]
                                 : static_cast<const int32_t*>(position_ids)[token];
@@ -56,4 +57,12 @@ namespace cpu {
 Status rotary_embedding_rows(const RotaryEmbeddingProblem& problem, Workspace workspace, Stream stream);
 
 }  // namespace cpu
+
+namespace cuda {
+
+/// A warp for each token's share of heads, 16-byte accesses; takes every call. Tokens with a position outside cos_sin
+/// are left unwritten and flagged.
+Status rotary_embedding_tokens(const RotaryEmbeddingProblem& problem, Workspace workspace, Stream stream);
+
+}  // namespace cuda
 }  // namespace polyop

@@ -81,7 +81,8 @@ Status make_problem(const BoundCall& call, RotaryEmbeddingProblem* problem) {
               .rotary_dim = cos_sin.shape[1],
               .interleaved = call.attributes[kInterleaved].integer != 0,
               .cos_sin = static_cast<const float*>(cos_sin.data),
-              .cos_sin_stride = cos_sin.strides[0]};
+              .cos_sin_stride = cos_sin.strides[0],
+              .num_positions = cos_sin.shape[0]};
   if (call.has(kK)) {
     problem->heads[1] = heads_of(call.tensor(kK), call.tensor(kKOut));
     problem->num_inputs = 2;

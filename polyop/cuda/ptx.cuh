@@ -1,0 +1,108 @@
+// One wrapper for each PTX instruction; the section names are those of the PTX ISA manual.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace polyop::cuda {
+
+/// Address in the shared window, as the instructions below want it.
+__device__ inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+/// "cp.async": 16 bytes from global to shared memory past the first-level cache; zeros when `valid` is false, and then
+/// nothing is read.
+__device__ inline void copy_async_16(uint32_t to_shared, const void* from, bool valid) {
+  const int bytes = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to_shared), "l"(from), "r"(bytes) : "memory");
+}
+
+/// "cp.async.wait_all": every copy of this thread has arrived.
+__device__ inline void copy_async_wait_all() { asm volatile("cp.async.wait_all;\n" ::: "memory"); }
+
+/// "mbarrier.init": `count` arrivals complete a phase.
+__device__ inline void barrier_init(uint32_t barrier, uint32_t count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(barrier), "r"(count) : "memory");
+}
+
+/// "mbarrier.arrive".
+__device__ inline void barrier_arrive(uint32_t barrier) {
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
+}
+
+/// "cp.async.mbarrier.arrive.noinc": this thread's arrival, made once all its copies so far have landed.
+__device__ inline void barrier_arrive_after_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];\n" ::"r"(barrier) : "memory");
+}
+
+/// "mbarrier.test_wait" in a loop: returns when the phase of this parity is complete.
+__device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nWAIT%=:\nmbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n@done bra DONE%=;\nbra "
+      "WAIT%=;\n"
+      "DONE%=:\n}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+/// "bar.sync" of a named barrier: the first kThreads threads that use it.
+template <int kBarrier, int kThreads>
+__device__ inline void named_barrier_sync() {
+  asm volatile("bar.sync %0, %1;\n" ::"n"(kBarrier), "n"(kThreads) : "memory");
+}
+
+/// "ldmatrix": four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8.
+__device__ inline void load_matrices(uint32_t (&registers)[4], uint32_t row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
+               : "r"(row_address)
+               : "memory");
+}
+
+/// "ldmatrix" with .trans.
+__device__ inline void load_matrices_transposed(uint32_t (&registers)[4], uint32_t row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
+               : "r"(row_address)
+               : "memory");
+}
+
+/// "mma" m16n8k16, f32 sums: d += a b.
+template <class T>
+__device__ inline void multiply_accumulate(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  if constexpr (std::is_same_v<T, __half>) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+        "%3};\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    static_assert(std::is_same_v<T, __nv_bfloat16>);
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, "
+        "%2, %3};\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
+
+/// "ex2": 2^x, 2 units in the last place; 0 for -inf.
+__device__ inline float exp2_approximate(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(result) : "f"(x));
+  return result;
+}
+
+/// "atom" with .acq_rel at device scope: adds 1 and returns the old value; what the thread wrote before is seen by who
+/// reads the sum afterwards.
+__device__ inline uint32_t fetch_increment(uint32_t* counter) {
+  uint32_t old;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;\n" : "=r"(old) : "l"(counter) : "memory");
+  return old;
+}
+
+}  // namespace polyop::cuda

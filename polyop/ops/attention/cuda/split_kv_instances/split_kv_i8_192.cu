@@ -1,0 +1,8 @@
+#include "polyop/ops/attention/cuda/split_kv_launch.cuh"
+
+namespace polyop::cuda {
+
+template Status launch_split_kv<__half, int8_t, 192>(const AttentionProblem&, SplitPlan, const SplitScratch&, int64_t,
+                                                     Stream);
+
+}  // namespace polyop::cuda
