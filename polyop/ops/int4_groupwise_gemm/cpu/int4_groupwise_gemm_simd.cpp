@@ -63,10 +63,10 @@ HWY_INLINE void with_float_type(DType dtype, Fn&& fn) {
 constexpr int64_t column_in_block(int64_t unit) { return unit % kUnitsPerBlock / 2 * 64 + unit % 2 * 16; }
 
 // Units that one task takes: a whole fragment block, which reads weights in one stream and permuted x least often; less
-// where the threads would not come out even. Each unit range is worked on by `row_tasks` tasks.
+// only where there would be fewer than two tasks a thread. Each unit range is worked on by `row_tasks` tasks.
 int64_t units_per_task_for(int64_t units, int64_t row_tasks) {
   const int num_threads = ThreadPool::shared().num_threads();
-  const int64_t enough_tasks = num_threads == 1 ? 1 : 8 * num_threads;
+  const int64_t enough_tasks = num_threads == 1 ? 1 : 2 * num_threads;
   int64_t units_per_task = kUnitsPerBlock;
   while (units_per_task > 1 && units * row_tasks < enough_tasks * units_per_task) units_per_task /= 2;
   return units_per_task;
