@@ -25,7 +25,7 @@ namespace hn = hwy::HWY_NAMESPACE;
 /// One where the target converts binary16 in hardware; elsewhere it is done with integer arithmetic, because Highway's
 /// own fallback turns infinities into finite numbers.
 #undef POLYOP_SIMD_HAS_F16
-#if HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX3_DL || HWY_ARCH_ARM_A64
+#if (HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX2) || HWY_ARCH_ARM_A64  // better targets have lower numbers
 #define POLYOP_SIMD_HAS_F16 1
 #else
 #define POLYOP_SIMD_HAS_F16 0
