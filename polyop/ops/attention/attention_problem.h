@@ -4,8 +4,8 @@
 // For query row i of sequence b, query head h, key j, with kv head h / G:
 //   score(i, j) = scale * k_scale * sum_d q[b, i, h, d] k[b, j, h / G, d]  (+ additive mask)
 //   key j is visible when 0 <= j < kv_length(b) and the causal kind, the window, the bool mask and the tree bits agree
-//   weight      = softmax over the visible keys (a sink joins the denominator), or the score itself; optionally
-//   quantized out         = sum over visible j of weight(i, j) * v_scale * v[b, j, h / G, :]
+//   weight(i, j) = softmax over the visible keys (a sink joins the denominator), or the score; optionally quantized
+//   out(i)       = sum over visible j of weight(i, j) * v_scale * v[b, j, h / G, :]
 // The README states the numerics and what is done where the sources are silent.
 //
 // Shape symbols: B sequences, S query rows per padded sequence, T packed query rows, Lmax key capacity of a padded
@@ -89,8 +89,8 @@ struct AttentionTreeMask {
   int64_t row_stride = 0;
 };
 
-/// Dequantization factors of an FP8 or INT8 cache, f32 [1] (per tensor, stride 0) or [Hkv] (stride 1): x = stored *
-/// scale.
+/// Dequantization factors of an FP8 or INT8 cache, f32 [1] (per tensor, stride 0) or [Hkv] (stride 1). An element is
+/// stored * scale.
 struct AttentionKvScale {
   const float* data = nullptr;  // null: 1
   int64_t head_stride = 0;
@@ -155,8 +155,7 @@ struct AttentionProblem {
   /// G: query heads that share one kv head.
   [[nodiscard]] constexpr int64_t group_size() const { return num_query_heads / num_kv_heads; }
 
-  // ---- readers: rows. A row is named by its sequence and its index there; row_number() is its place in [0, T or B *
-  // S).
+  // ---- readers: rows. A row is named by its sequence and its index there.
 
   /// Rows of the sequence that the memory has: packed rows, or S.
   [[nodiscard]] int64_t allotted_query_length(int64_t sequence) const {
@@ -169,6 +168,7 @@ struct AttentionProblem {
     return query_lengths != nullptr ? query_lengths[sequence] : allotted_query_length(sequence);
   }
 
+  /// Place of a row among all T or B * S.
   [[nodiscard]] int64_t row_number(int64_t sequence, int64_t row) const {
     return row + (query_form == AttentionQueryForm::kPadded ? sequence * padded_query_length : query_offsets[sequence]);
   }

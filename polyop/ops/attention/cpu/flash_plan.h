@@ -12,8 +12,7 @@ namespace polyop::cpu {
 
 // Keys are cut at multiples of these from position 0 of their sequence, so a row's result does not depend on pages,
 // neighbours or threads. Changing kKeysPerChunk changes the bits of results (not their bound).
-inline constexpr int64_t kKeysPerTile =
-    64;  // k and v of one tile are widened to f32 and stay in L1 (D = 64: 16 KiB each)
+inline constexpr int64_t kKeysPerTile = 64;    // k and v of a tile, as f32, stay in L1 (D = 64: 16 KiB each)
 inline constexpr int64_t kKeysPerChunk = 512;  // one softmax; chunks are merged in ascending order
 
 // Rows (query row x head of one kv head) per task: many enough to pay for widening a tile, few enough that the scores

@@ -82,21 +82,11 @@ HWY_INLINE void multiply_rows(const float* a, size_t a_stride, size_t k_begin, s
   for (; v + kTileVecs <= vecs; v += kTileVecs) {
     multiply_tile<kRows, kTileVecs, kFromZero>(a, a_stride, k_begin, k_end, shifted, c + v * kLanes, c_stride);
   }
-  switch (vecs - v) {
-    case 3:
-      multiply_tile<kRows, std::min(3, kTileVecs), kFromZero>(a, a_stride, k_begin, k_end, shifted, c + v * kLanes,
-                                                              c_stride);
-      break;
-    case 2:
-      multiply_tile<kRows, std::min(2, kTileVecs), kFromZero>(a, a_stride, k_begin, k_end, shifted, c + v * kLanes,
-                                                              c_stride);
-      break;
-    case 1:
-      multiply_tile<kRows, 1, kFromZero>(a, a_stride, k_begin, k_end, shifted, c + v * kLanes, c_stride);
-      break;
-    default:
-      break;
+  if (v + 2 <= vecs) {
+    multiply_tile<kRows, 2, kFromZero>(a, a_stride, k_begin, k_end, shifted, c + v * kLanes, c_stride);
+    v += 2;
   }
+  if (v < vecs) multiply_tile<kRows, 1, kFromZero>(a, a_stride, k_begin, k_end, shifted, c + v * kLanes, c_stride);
 }
 
 // The same for any number of rows up to kTileRows.
