@@ -7,11 +7,11 @@
 namespace polyop::testing {
 namespace {
 
-constexpr int64_t kHeads = 9;
-constexpr int64_t kHeadDim = 40;
+constexpr int64_t kHeads = 6;
+constexpr int64_t kHeadDim = 20;
 
 AttentionCase case_of(std::vector<SequenceSpec> sequences, DType dtype = DType::kF32) {
-  AttentionCase spec{.sequences = std::move(sequences), .num_query_heads = kHeads, .num_kv_heads = 3};
+  AttentionCase spec{.sequences = std::move(sequences), .num_query_heads = kHeads, .num_kv_heads = 2};
   spec.head_dim = kHeadDim;
   spec.dtype = dtype;
   return spec;
@@ -32,7 +32,8 @@ void expect_same(const AttentionResult& got, const AttentionResult& wanted, cons
   EXPECT_TRUE(same_bits(got.lse, wanted.lse)) << what;
 }
 
-const std::vector<SequenceSpec> kBatch = {{33, 33, 1}, {1, 700, 2}, {0, 0, 3}, {130, 1100, 4}, {1, 1, 5}, {7, 2500, 6}};
+// Rows on both sides of a register tile and of a task, lengths of one and of several chunks.
+const std::vector<SequenceSpec> kBatch = {{33, 33, 1}, {1, 700, 2}, {0, 0, 3}, {70, 600, 4}, {1, 1, 5}, {7, 1300, 6}};
 
 TEST(AttentionInvariance_Cpu, BatchNeighbours) {
   on_every_simd_target([] {
@@ -50,14 +51,12 @@ TEST(AttentionInvariance_Cpu, BatchNeighbours) {
 TEST(AttentionInvariance_Cpu, PagesStridesAndForms) {
   on_every_simd_target([] {
     const AttentionResult wanted = run(case_of(kBatch));
-    for (int64_t page : {1, 3, 16, 64, 128}) {
-      for (uint64_t seed : {1, 2}) {
-        AttentionCase spec = case_of(kBatch);
-        spec.page_size = page;
-        spec.page_seed = seed;
-        spec.gap = seed == 1 ? 0 : 3;
-        expect_same(run(spec), wanted, spec.to_string());
-      }
+    for (int64_t page : {1, 3, 16, 128}) {
+      AttentionCase spec = case_of(kBatch);
+      spec.page_size = page;
+      spec.page_seed = static_cast<uint64_t>(page);
+      spec.gap = page == 3 ? 5 : 0;
+      expect_same(run(spec), wanted, spec.to_string());
     }
     for (AttentionKvForm form : {AttentionKvForm::kPacked, AttentionKvForm::kPadded}) {
       AttentionCase spec = case_of(kBatch);
@@ -70,7 +69,7 @@ TEST(AttentionInvariance_Cpu, PagesStridesAndForms) {
 TEST(AttentionInvariance_Cpu, Threads) {
   cpu::ThreadPool& pool = cpu::ThreadPool::shared();
   const int before = pool.num_threads();
-  for (const auto& batch : {kBatch, std::vector<SequenceSpec>{{1, 2500, 6}}, std::vector<SequenceSpec>{{7, 2500, 6}}}) {
+  for (const auto& batch : {kBatch, std::vector<SequenceSpec>{{1, 1300, 6}}, std::vector<SequenceSpec>{{7, 1300, 6}}}) {
     pool.set_num_threads(1);
     const AttentionResult wanted = run(case_of(batch));
     for (int threads : {2, 3}) {
