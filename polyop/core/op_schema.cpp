@@ -205,6 +205,11 @@ OperandBuilder& OperandBuilder::cumulative(DimExpr highest) {
   operand_.values.back().cumulative = true;
   return *this;
 }
+OperandBuilder& OperandBuilder::cumulative_when(AttributeCondition condition, DimExpr highest) {
+  cumulative(std::move(highest));
+  operand_.values.back().condition = std::move(condition);
+  return *this;
+}
 OperandBuilder& OperandBuilder::used_values(DimExpr lowest, DimExpr highest, DimExpr used) {
   values(std::move(lowest), std::move(highest));
   operand_.values.back().used = std::move(used);

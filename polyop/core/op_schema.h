@@ -108,7 +108,9 @@ Dim map_axes(std::string name, DimExpr per_axis);
 struct ShapeRule {
   std::optional<AttributeCondition> condition;
   std::vector<Dim> dims;
-  bool broadcast = false;  // right-aligned; leading axes may be missing and each axis may be 1
+  // Right-aligned; leading axes may be missing and each axis may be 1. A symbol that no other shape binds takes the
+  // extent of its axis here, unless that is 1.
+  bool broadcast = false;
 
   [[nodiscard]] std::string to_string() const;
 };
@@ -183,6 +185,7 @@ class OperandBuilder {
   OperandBuilder& values(DimExpr lowest, DimExpr highest);
   OperandBuilder& values_when(AttributeCondition condition, DimExpr lowest, DimExpr highest);
   OperandBuilder& cumulative(DimExpr highest);
+  OperandBuilder& cumulative_when(AttributeCondition condition, DimExpr highest);
   OperandBuilder& used_values(DimExpr lowest, DimExpr highest, DimExpr used);
   OperandBuilder& used_values_when(AttributeCondition condition, DimExpr lowest, DimExpr highest, DimExpr first,
                                    DimExpr used);

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 #include "polyop/core/memory_overlap.h"
@@ -85,10 +87,17 @@ struct NumberEnv {
   }
 };
 
+/// What is checked: a whole call, a call whose outputs do not exist yet, or what a graph knows about one.
+enum class BindMode : uint8_t { kCall, kInputs, kGraph };
+
 class Binder {
  public:
-  Binder(const OpSchema& schema, Operands operands, BoundCall* call, bool check_outputs)
-      : schema_(schema), call_(*call), check_outputs_(check_outputs), env_{.call = *call} {
+  Binder(const OpSchema& schema, Operands operands, BoundCall* call, BindMode mode)
+      : schema_(schema),
+        call_(*call),
+        check_outputs_(mode == BindMode::kCall),
+        is_graph_(mode == BindMode::kGraph),
+        env_{.call = *call} {
     call_.schema = &schema;
     call_.operands = operands;
     call_.symbols.fill(BoundCall::kUnbound);
@@ -105,16 +114,46 @@ class Binder {
     POLYOP_RETURN_IF_ERROR(for_each_operand([this](int i) { return check_presence(i); }));
     POLYOP_RETURN_IF_ERROR(for_each_operand([this](int i) { return bind_symbols(i); }));
     POLYOP_RETURN_IF_ERROR(for_each_operand([this](int i) { return bind_symbols_of_sums(i); }));
+    POLYOP_RETURN_IF_ERROR(for_each_operand([this](int i) { return bind_symbols_of_broadcasts(i); }));
     POLYOP_RETURN_IF_ERROR(fill_symbolic_defaults());
     POLYOP_RETURN_IF_ERROR(for_each_operand([this](int i) { return check_extents(i); }));
     POLYOP_RETURN_IF_ERROR(for_each_operand([this](int i) { return check_dtype(i); }));
     for (const Constraint& constraint : schema_.constraints()) POLYOP_RETURN_IF_ERROR(check(constraint));
-    POLYOP_RETURN_IF_ERROR(for_each_operand([this](int i) { return check_memory(i); }));
-    if (call_.device.type == DeviceType::kCpu) {
+    if (!is_graph_) POLYOP_RETURN_IF_ERROR(for_each_operand([this](int i) { return check_memory(i); }));
+    if (is_graph_ || call_.device.type == DeviceType::kCpu) {
       POLYOP_RETURN_IF_ERROR(for_each_operand([this](int i) { return check_values(i); }));
       for (const RowConstraint& rule : schema_.row_constraints()) POLYOP_RETURN_IF_ERROR(check_rows(rule));
     }
     return Status::ok();
+  }
+
+  /// Gives every symbol and every extent that the graph left open a value, and the outputs their shapes.
+  void complete(GraphCall* result) {
+    std::array<bool, kMaxSymbols> was_open{};
+    for (size_t slot = 0; slot < schema_.symbols().size(); ++slot) {
+      was_open[slot] = call_.symbols[slot] == BoundCall::kUnbound;
+      if (was_open[slot]) call_.symbols[slot] = 1;
+    }
+    for (int i = 0; i < call_.pack_rank; ++i) call_.pack_extents[i] = std::max<int64_t>(call_.pack_extents[i], 0);
+    for (const Constraint& constraint : schema_.constraints()) {
+      if (constraint.relation != Relation::kMultipleOf || !constraint.lhs.is_symbol()) continue;
+      const int slot = constraint.lhs.node().slot;
+      if (was_open[slot]) call_.symbols[slot] = env_(constraint.rhs);
+    }
+    for (int i = 0; i < static_cast<int>(schema_.operands().size()); ++i) {
+      const bool is_output = schema_.operands()[i].role == OperandRole::kOutput;
+      TensorView& view = result->views[i];
+      if (is_output) {
+        const OutputShape shape = output_shape(i);
+        if (!shape.present) continue;
+        view = TensorView::contiguous(nullptr, shape.dtype, shape.extents.data(), shape.rank, call_.device);
+      } else {
+        if (!call_.has(i)) continue;
+        view = completed(i);
+      }
+      result->operands[i] = &view;
+    }
+    call_.operands = std::span(result->operands).first(schema_.operands().size());
   }
 
   /// The output's shape under the bound symbols.
@@ -256,13 +295,19 @@ class Binder {
     const std::string got =
         value->kind == AttributeKind::kChoice ? '"' + std::string(value->text) + '"' : std::to_string(value->integer);
     return invalid_argument(attribute_text(attribute) + " is " + got + ", wanted " +
-                            alternatives(attribute.choices, [](const Choice& c) { return c.name; }));
+                            alternatives(attribute.choices, [](const Choice& c) {
+                              return c.number ? c.name + " (" + std::to_string(*c.number) + ")" : c.name;
+                            }));
   }
 
   Status fill_symbolic_defaults() {
     for (size_t i = 0; i < schema_.attributes().size(); ++i) {
       const AttributeSchema& attribute = schema_.attributes()[i];
       if (attribute.default_rsqrt && !call_.attributes[i].present) {
+        if (!is_bound(attribute.default_rsqrt->node())) {  // a graph that leaves it open: any factor serves
+          call_.attributes[i] = AttributeValue::of_float(1.0);
+          continue;
+        }
         call_.attributes[i] =
             AttributeValue::of_float(1.0 / std::sqrt(static_cast<double>(env_(*attribute.default_rsqrt))));
       }
@@ -305,7 +350,9 @@ class Binder {
       return invalid_argument(at(index) + " is on " + device_name(tensor.device) + ", wanted " +
                               device_name(call_.device) + " as " + schema_.operands()[device_from_].name);
     }
+    if (is_graph_ && tensor.rank == kUnknownRank) return Status::ok();
     for (int axis = 0; axis < tensor.rank; ++axis) {
+      if (is_open(tensor, axis)) continue;
       if (tensor.shape[axis] < 0) return invalid_argument(at(index, axis) + " is negative");
     }
     const ShapeRule* rule = shape_rule(operand, tensor.rank);
@@ -326,7 +373,7 @@ class Binder {
         axis += pack_size;
         continue;
       }
-      if (dim.extent.is_symbol()) {
+      if (dim.extent.is_symbol() && !is_open(tensor, axis)) {
         const int slot = dim.extent.node().slot;
         if (call_.symbols[slot] == BoundCall::kUnbound) {
           call_.symbols[slot] = tensor.shape[axis];
@@ -346,14 +393,14 @@ class Binder {
 
   /// Binds the symbol of an extent `symbol + constant` (B + 1 offsets) where no plain extent did.
   Status bind_symbols_of_sums(int index) {
-    if (!call_.has(index)) return Status::ok();
+    if (!has_shape(index)) return Status::ok();
     const TensorView& tensor = call_.tensor(index);
     const ShapeRule& rule = *shape_rule(schema_.operands()[index], tensor.rank);
     if (rule.broadcast || static_cast<int>(rule.dims.size()) != tensor.rank) return Status::ok();
     for (int axis = 0; axis < tensor.rank; ++axis) {
       const DimExpr::Node& node = rule.dims[axis].extent.node();
       if (node.op != DimOp::kAdd || node.lhs->op != DimOp::kSymbol || node.rhs->op != DimOp::kConstant) continue;
-      if (call_.symbols[node.lhs->slot] != BoundCall::kUnbound) continue;
+      if (call_.symbols[node.lhs->slot] != BoundCall::kUnbound || is_open(tensor, axis)) continue;
       if (tensor.shape[axis] < node.rhs->value) {
         return invalid_argument(at(index, axis) + " (" + rule.dims[axis].extent.to_string() + ") is " +
                                 std::to_string(tensor.shape[axis]) + ", wanted at least " +
@@ -363,6 +410,56 @@ class Binder {
       origins_[node.lhs->slot] = {index, axis};
     }
     return Status::ok();
+  }
+
+  /// Binds a symbol that stands only in shapes that broadcast, from an axis that is not 1.
+  Status bind_symbols_of_broadcasts(int index) {
+    if (!has_shape(index)) return Status::ok();
+    const auto& shapes = schema_.operands()[index].shapes;
+    if (std::none_of(shapes.begin(), shapes.end(), [](const ShapeRule& r) { return r.broadcast; })) return Status::ok();
+    const TensorView& tensor = call_.tensor(index);
+    const ShapeRule& rule = *shape_rule(schema_.operands()[index], tensor.rank);
+    if (!rule.broadcast) return Status::ok();
+    const int missing = static_cast<int>(rule.dims.size()) - tensor.rank;
+    for (int axis = 0; axis < tensor.rank; ++axis) {
+      const DimExpr& extent = rule.dims[axis + missing].extent;
+      if (!extent.is_symbol() || tensor.shape[axis] == 1 || is_open(tensor, axis)) continue;
+      int64_t& bound = call_.symbols[extent.node().slot];
+      if (bound == BoundCall::kUnbound) bound = tensor.shape[axis];
+    }
+    return Status::ok();
+  }
+
+  /// Whether the operand is given and its rank is known.
+  [[nodiscard]] bool has_shape(int index) const { return call_.has(index) && call_.tensor(index).rank != kUnknownRank; }
+  /// Whether the graph leaves the extent open.
+  [[nodiscard]] bool is_open(const TensorView& tensor, int axis) const {
+    return is_graph_ && tensor.shape[axis] == kUnknownExtent;
+  }
+  /// Whether the graph leaves an extent of the pack open.
+  [[nodiscard]] bool pack_is_open() const {
+    const auto begin = call_.pack_extents.cbegin();
+    return is_graph_ && std::find(begin, begin + call_.pack_rank, kUnknownExtent) != begin + call_.pack_rank;
+  }
+
+  /// A given operand with every extent known, under symbols that are all bound.
+  TensorView completed(int index) {
+    const TensorView& tensor = call_.tensor(index);
+    const ShapeRule* rule = shape_rule(schema_.operands()[index], tensor.rank);
+    std::array<int64_t, kMaxRank> extents{};
+    int rank = 0;
+    if (tensor.rank != kUnknownRank) {
+      rank = tensor.rank;
+      extents = tensor.shape;
+    } else if (rule != nullptr) {
+      rank = static_cast<int>(rule->dims.size());
+      extents.fill(kUnknownExtent);
+    }
+    for (int axis = 0; axis < rank; ++axis) {
+      if (extents[axis] != kUnknownExtent) continue;
+      extents[axis] = rule->broadcast || !rule->dims[axis].pack.empty() ? 1 : env_(rule->dims[axis].extent);
+    }
+    return TensorView::contiguous(tensor.data, tensor.dtype, extents.data(), rank, tensor.device);
   }
 
   Status wrong_rank(int index) const {
@@ -381,7 +478,7 @@ class Binder {
 
   /// Checks the extents that are expressions or broadcast, now that all symbols are bound.
   Status check_extents(int index) {
-    if (!call_.has(index)) return Status::ok();
+    if (!has_shape(index)) return Status::ok();
     const TensorView& tensor = call_.tensor(index);
     const ShapeRule& rule = *shape_rule(schema_.operands()[index], tensor.rank);
     int axis = 0;
@@ -393,11 +490,12 @@ class Binder {
       }
       for (env_.axis = 0; env_.axis < extent_count(*dim); ++env_.axis, ++axis) {
         if (rule.broadcast && tensor.shape[axis] == 1) continue;
+        if (is_graph_ && (is_open(tensor, axis) || !is_bound(dim->extent.node()) || pack_is_open())) continue;
         const int64_t wanted = env_(dim->extent);
         if (tensor.shape[axis] == wanted) continue;
         return invalid_argument(at(index, axis) + " (" + dim->extent.to_string() + ") is " +
                                 std::to_string(tensor.shape[axis]) + ", wanted " + std::to_string(wanted) +
-                                (rule.broadcast ? " or 1" : ""));
+                                (rule.broadcast && wanted != 1 ? " or 1" : ""));
       }
     }
     return Status::ok();
@@ -425,6 +523,7 @@ class Binder {
   Status check(const Constraint& constraint) {
     if (!concerns_call(constraint) || is_met(constraint)) return Status::ok();
     const TensorView& blamed = call_.tensor(constraint.blame_slot);
+    if (blamed.rank == kUnknownRank) return invalid_argument(at(constraint.blame_slot) + ": " + complaint(constraint));
     const int axis = constraint.blame_axis + (constraint.blame_axis < 0 ? blamed.rank : 0);
     return invalid_argument(at(constraint.blame_slot, axis) + " is " + std::to_string(blamed.shape[axis]) + "; " +
                             complaint(constraint));
@@ -444,6 +543,9 @@ class Binder {
   // `Rule` is Constraint or RowConstraint.
   template <class Rule>
   bool concerns_call(const Rule& rule) const {
+    if constexpr (std::is_same_v<Rule, RowConstraint>) {
+      if (!is_bound(rule.rows.node())) return false;
+    }
     return call_.has(rule.blame_slot) && is_bound(rule.lhs.node()) && is_bound(rule.rhs.node());
   }
   template <class Rule>
@@ -471,9 +573,12 @@ class Binder {
   std::string sided(const DimExpr& expr) {
     return expr.is_constant() ? expr.to_string() : expr.to_string() + " = " + std::to_string(env_(expr));
   }
-  /// False when a symbol occurs that no given operand binds.
+  /// False when a symbol occurs that no given operand binds, or values that the graph does not have.
   bool is_bound(const DimExpr::Node& node) const {
     if (node.op == DimOp::kSymbol && call_.symbols[node.slot] == BoundCall::kUnbound) return false;
+    if (node.op == DimOp::kElement && call_.has(node.slot) && call_.tensor(node.slot).data == nullptr) {
+      return !is_graph_ && call_.tensor(node.slot).num_elements() == 0;
+    }
     return (!node.lhs || is_bound(*node.lhs)) && (!node.rhs || is_bound(*node.rhs));
   }
 
@@ -533,8 +638,10 @@ class Binder {
     if (!call_.has(index)) return Status::ok();
     const OperandSchema& operand = schema_.operands()[index];
     const TensorView& tensor = call_.tensor(index);
+    if (is_graph_ && tensor.data == nullptr) return Status::ok();
     for (const ValueRule& rule : operand.values) {
       if (!holds(rule.condition)) continue;
+      if (rule.used && !is_bound(rule.used->node())) continue;
       POLYOP_RETURN_IF_ERROR(tensor.dtype == DType::kI64 ? check_values<int64_t>(index, tensor, rule)
                                                          : check_values<int32_t>(index, tensor, rule));
     }
@@ -546,8 +653,9 @@ class Binder {
     const auto* data = static_cast<const T*>(tensor.data);
     env_.row = 0;
     const bool bounds_vary = varies_by_row(rule.lowest.node()) || varies_by_row(rule.highest.node());
+    const bool has_highest = is_bound(rule.highest.node());
     int64_t lowest = env_(rule.lowest);
-    int64_t highest = env_(rule.highest);
+    int64_t highest = has_highest ? env_(rule.highest) : std::numeric_limits<int64_t>::max();
     const int64_t rows = tensor.shape[0];
     const int64_t columns = tensor.rank == 2 ? tensor.shape[1] : 1;
     int64_t previous = 0;
@@ -555,7 +663,7 @@ class Binder {
       env_.row = row;
       if (bounds_vary) {
         lowest = env_(rule.lowest);
-        highest = env_(rule.highest);
+        if (has_highest) highest = env_(rule.highest);
       }
       const int64_t used = rule.used ? std::min(env_(*rule.used), columns) : columns;
       for (int64_t column = rule.first ? std::max<int64_t>(env_(*rule.first), 0) : 0; column < used; ++column) {
@@ -584,6 +692,7 @@ class Binder {
   const OpSchema& schema_;
   BoundCall& call_;
   bool check_outputs_;
+  bool is_graph_;
   NumberEnv env_;
   bool have_device_ = false;
   int device_from_ = 0;
@@ -597,13 +706,13 @@ class Binder {
 
 Status bind_call(const OpSchema& schema, Operands operands, std::span<const AttributeValue> attributes,
                  BoundCall* call) {
-  return Binder(schema, operands, call, /*check_outputs=*/true).run(attributes);
+  return Binder(schema, operands, call, BindMode::kCall).run(attributes);
 }
 
 Status infer_outputs(const OpSchema& schema, Operands operands, std::span<const AttributeValue> attributes,
                      std::span<OutputShape> outputs) {
   BoundCall call;
-  Binder binder(schema, operands, &call, /*check_outputs=*/false);
+  Binder binder(schema, operands, &call, BindMode::kInputs);
   POLYOP_RETURN_IF_ERROR(binder.run(attributes));
   size_t next = 0;
   for (size_t i = 0; i < schema.operands().size() && next < outputs.size(); ++i) {
@@ -615,6 +724,14 @@ Status infer_outputs(const OpSchema& schema, Operands operands, std::span<const 
                               " would be " + std::to_string(output.extents[axis]) + ", wanted at least 0");
     }
   }
+  return Status::ok();
+}
+
+Status bind_graph_call(const OpSchema& schema, Operands operands, std::span<const AttributeValue> attributes,
+                       GraphCall* result) {
+  Binder binder(schema, operands, &result->call, BindMode::kGraph);
+  POLYOP_RETURN_IF_ERROR(binder.run(attributes));
+  binder.complete(result);
   return Status::ok();
 }
 

@@ -56,4 +56,26 @@ Status bind_call(const OpSchema& schema, std::span<const TensorView* const> oper
 Status infer_outputs(const OpSchema& schema, std::span<const TensorView* const> operands,
                      std::span<const AttributeValue> attributes, std::span<OutputShape> outputs);
 
+/// Extent and rank of a tensor in a graph that are not known before it runs.
+inline constexpr int64_t kUnknownExtent = -1;
+inline constexpr int32_t kUnknownRank = -1;
+
+/// A call that is looked at before it runs: a node of a graph. `call` reads the views here, so it stays where it is.
+struct GraphCall {
+  BoundCall call;
+  std::array<TensorView, kMaxOperands> views;  // contiguous, outputs included; data only where the graph has it
+  std::array<const TensorView*, kMaxOperands> operands{};
+
+  GraphCall() = default;
+  GraphCall(const GraphCall&) = delete;
+  GraphCall& operator=(const GraphCall&) = delete;
+};
+
+/// Checks what a graph tells about a call: extents may be kUnknownExtent, a rank kUnknownRank, data null. Values of
+/// operands with (host-visible) data are checked, memory is not. Afterwards every unknown extent has a value that fits
+/// the known ones, 1 where nothing ties it, so that Operator::explain can ask the kernels. Output entries of `operands`
+/// are ignored.
+Status bind_graph_call(const OpSchema& schema, std::span<const TensorView* const> operands,
+                       std::span<const AttributeValue> attributes, GraphCall* result);
+
 }  // namespace polyop
