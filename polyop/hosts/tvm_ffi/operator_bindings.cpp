@@ -212,6 +212,72 @@ void check_packed(const Operator& op, ffi::PackedArgs args) {
   throw_if_error(infer_outputs(schema, arguments.operand_span(schema), arguments.attribute_span(schema), outputs));
 }
 
+/// One operand of a node: None, a tensor whose values the graph knows, or [dtype, shape] with -1 for an unknown extent
+/// and None for an unknown shape.
+Status to_graph_view(ffi::AnyView argument, TensorView* view) {
+  if (const auto tensor = argument.try_cast<DLTensor*>()) return to_tensor_view(**tensor, view);
+  const auto pair = argument.try_cast<ffi::Array<ffi::Any>>();
+  if (!pair || pair->size() != 2) return invalid_argument("is no tensor and no [dtype, shape]");
+  const auto name = (*pair)[0].try_cast<ffi::String>();
+  const auto dtype = name ? dtype_from_name(std::string_view(name->data(), name->size())) : std::nullopt;
+  if (!dtype)
+    return invalid_argument("has a dtype that polyop does not know" + (name ? " (" + std::string(*name) + ")" : ""));
+  view->dtype = *dtype;
+  view->rank = kUnknownRank;
+  const auto shape = (*pair)[1].try_cast<ffi::Array<int64_t>>();
+  if (!shape) return Status::ok();
+  if (shape->size() > kMaxRank) {
+    return invalid_argument("has rank " + std::to_string(shape->size()) + ", wanted at most " +
+                            std::to_string(kMaxRank));
+  }
+  view->rank = static_cast<int32_t>(shape->size());
+  std::copy(shape->begin(), shape->end(), view->shape.begin());
+  return Status::ok();
+}
+
+/// Checks one node of a graph before it runs and names the kernel that would run it: the device ("cpu" or "cuda"), then
+/// inputs as to_graph_view takes them, then attributes.
+ffi::String check_node(const Operator& op, ffi::PackedArgs args) {
+  const OpSchema& schema = op.schema();
+  std::array<TensorView, kMaxOperands> views;
+  std::array<const TensorView*, kMaxOperands> operands{};
+  std::array<AttributeValue, kMaxAttributes> attributes{};
+  std::array<std::optional<ListStorage>, kMaxAttributes> lists;
+  size_t inputs = 0;
+  for (const OperandSchema& operand : schema.operands()) inputs += operand.role == OperandRole::kOutput ? 0 : 1;
+  if (static_cast<size_t>(args.size()) != 1 + inputs + schema.attributes().size()) {
+    throw_if_error(invalid_argument(schema.name() + ": wanted a device, its inputs and its attributes"));
+  }
+  const bool on_cuda = args[0].cast<ffi::String>() == "cuda";
+  int next = 1;
+  for (size_t i = 0; i < schema.operands().size(); ++i) {
+    if (schema.operands()[i].role == OperandRole::kOutput) continue;
+    const ffi::AnyView argument = args[next++];
+    if (argument.type_index() == ffi::TypeIndex::kTVMFFINone) continue;
+    if (const Status status = to_graph_view(argument, &views[i]); !status.is_ok()) fail_argument(schema, i, status);
+    views[i].device = {on_cuda ? DeviceType::kCuda : DeviceType::kCpu, 0};
+    operands[i] = &views[i];
+  }
+  for (size_t i = 0; i < schema.attributes().size(); ++i) {
+    const Status status = to_attribute(args[next++], schema.attributes()[i].kind, &lists[i], &attributes[i]);
+    if (!status.is_ok()) fail_argument(schema, schema.operands().size() + i, status);
+  }
+  GraphCall graph;
+  throw_if_error(bind_graph_call(schema, std::span(operands).first(schema.operands().size()),
+                                 std::span(attributes).first(schema.attributes().size()), &graph));
+  std::vector<KernelVerdict> verdicts;
+  throw_if_error(op.explain(graph.call, &verdicts));
+  std::string refusals;
+  for (const KernelVerdict& verdict : verdicts) {
+    if (verdict.refusal.empty()) return std::string(verdict.kernel);
+    refusals += (refusals.empty() ? "" : "; ") + std::string(verdict.kernel) + ": " + verdict.refusal;
+  }
+  throw_if_error(
+      unsupported(schema.name() + ": " +
+                  (refusals.empty() ? (on_cuda ? "it has no CUDA kernel" : "it has no CPU kernel") : refusals)));
+  return "";
+}
+
 std::string all_schemas() {
   std::string json = "[";
   for (const auto& op : operators().all()) {
@@ -255,6 +321,10 @@ void register_operators() {
     ffi::Function::SetGlobal(
         "polyop.check." + name,
         ffi::Function::FromPacked([&ref](ffi::PackedArgs args, ffi::Any*) { check_packed(ref, args); }), true);
+    ffi::Function::SetGlobal(
+        "polyop.check_node." + name,
+        ffi::Function::FromPacked([&ref](ffi::PackedArgs args, ffi::Any* result) { *result = check_node(ref, args); }),
+        true);
   }
   ffi::reflection::GlobalDef()
       .def("polyop.schemas", all_schemas)

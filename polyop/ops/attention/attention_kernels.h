@@ -22,6 +22,12 @@ Status supports_flash_attention(const AttentionProblem& problem);
 int64_t flash_attention_workspace_bytes(const AttentionProblem& problem);
 Status flash_attention(const AttentionProblem& problem, Workspace workspace, Stream stream);
 
+/// Attention over whole rows of scores: dense masks, tree masks, quantized weights, scores as weights
+/// (see cpu/row_attention.cpp).
+Status supports_row_attention(const AttentionProblem& problem);
+int64_t row_attention_workspace_bytes(const AttentionProblem& problem);
+Status row_attention(const AttentionProblem& problem, Workspace workspace, Stream stream);
+
 }  // namespace cpu
 
 namespace cuda {

@@ -147,10 +147,12 @@ struct AttentionProblem {
 
   // ---- weights
   float scale = 1.0f;
+  float operand_scale = 1.0f;    // q and k are multiplied by it before they meet, each product rounded to its dtype
   const float* sinks = nullptr;  // [Hq] logits that join the softmax denominator only; null: none
   AttentionNormalization normalization = AttentionNormalization::kSoftmax;
   AttentionWeightQuantization weight_quantization = AttentionWeightQuantization::kNone;
-  const float* weight_scale = nullptr;  // [1]; given exactly when weights are quantized
+  const float* weight_scale = nullptr;  // [1]; given when weights are quantized, or else its value:
+  float weight_scale_value = 0.0f;      // counts where weight_scale is null
 
   /// G: query heads that share one kv head.
   [[nodiscard]] constexpr int64_t group_size() const { return num_query_heads / num_kv_heads; }

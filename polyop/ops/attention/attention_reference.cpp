@@ -24,6 +24,15 @@ double read(const void* data, DType dtype, int64_t index) {
   }
 }
 
+// An element times `factor`, rounded to its dtype.
+double read_scaled(const void* data, DType dtype, int64_t index, float factor) {
+  const double value = read(data, dtype, index);
+  if (factor == 1.0f) return value;
+  const auto product = static_cast<float>(value * factor);
+  if (dtype == DType::kF16) return F16::from_float(product).to_float();
+  return dtype == DType::kBF16 ? BF16::from_float(product).to_float() : product;
+}
+
 void write(void* data, DType dtype, int64_t index, double value) {
   const auto rounded = static_cast<float>(value);
   switch (dtype) {
@@ -67,13 +76,15 @@ struct Row {
     const std::byte* q = p.row_address(p.q, sequence, row, head);
     const std::byte* k = p.key_address(p.k, sequence, key, kv_head());
     double dot = 0.0;
-    for (int64_t d = 0; d < p.head_dim; ++d) dot += read(q, p.q.dtype, d) * read(k, p.k.dtype, d);
+    for (int64_t d = 0; d < p.head_dim; ++d) {
+      dot += read_scaled(q, p.q.dtype, d, p.operand_scale) * read_scaled(k, p.k.dtype, d, p.operand_scale);
+    }
     return dot * static_cast<double>(p.scale) * p.k_scale.of_head(kv_head()) + bias(key);
   }
 
   [[nodiscard]] double quantized(double weight) const {
     if (p.weight_quantization == AttentionWeightQuantization::kNone) return weight;
-    const double scale = *p.weight_scale;
+    const double scale = p.weight_scale != nullptr ? *p.weight_scale : p.weight_scale_value;
     const double steps = weight / scale;
     if (p.weight_quantization == AttentionWeightQuantization::kF8E4M3) {
       return F8E4M3::from_float(static_cast<float>(steps)).to_float() * scale;

@@ -3,6 +3,7 @@
 // padded tokens are packed ones with S tokens a sequence.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 
@@ -42,6 +43,7 @@ struct KvCacheUpdateProblem {
   const int32_t* write_positions = nullptr;  // [B]; null: zeros
   const int32_t* page_table = nullptr;       // [B, W]; null: linear
   int64_t page_table_stride = 0;             // entries between rows
+  bool skips_outside = false;                // linear only: tokens outside [0, page_size) are left out
 
   [[nodiscard]] constexpr bool is_packed() const { return update_offsets != nullptr; }
   /// Tokens of all sequences before `sequence`.
@@ -50,6 +52,14 @@ struct KvCacheUpdateProblem {
   }
   [[nodiscard]] constexpr int64_t write_position(int64_t sequence) const {
     return write_positions == nullptr ? 0 : write_positions[sequence];
+  }
+  /// First token of a sequence that is stored, and the one past the last: all, or those that land in the cache.
+  [[nodiscard]] std::array<int64_t, 2> stored_tokens(int64_t sequence) const {
+    const int64_t tokens = token_offset(sequence + 1) - token_offset(sequence);
+    if (!skips_outside) return {0, tokens};
+    const int64_t position = write_position(sequence);
+    const int64_t end = std::clamp<int64_t>(page_size - position, 0, tokens);
+    return {std::clamp<int64_t>(-position, 0, end), end};
   }
   /// Page that holds rows [column * page_size, (column + 1) * page_size) of a sequence.
   [[nodiscard]] constexpr int64_t page(int64_t sequence, int64_t column) const {

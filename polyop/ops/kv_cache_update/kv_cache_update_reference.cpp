@@ -37,8 +37,8 @@ Status kv_cache_update_reference(const KvCacheUpdateProblem& problem, Workspace,
   const int64_t cache_bytes = dtype_bytes(problem.cache_dtype);
   const int64_t update_bytes = dtype_bytes(problem.update_dtype);
   for (int64_t sequence = 0; sequence < problem.num_sequences; ++sequence) {
-    const int64_t tokens = problem.token_offset(sequence + 1) - problem.token_offset(sequence);
-    for (int64_t token = 0; token < tokens; ++token) {
+    const auto [first, end] = problem.stored_tokens(sequence);
+    for (int64_t token = first; token < end; ++token) {
       const int64_t position = problem.write_position(sequence) + token;
       const int64_t page = problem.page(sequence, position / problem.page_size);
       const int64_t row = position % problem.page_size;

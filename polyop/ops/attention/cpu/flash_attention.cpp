@@ -303,6 +303,7 @@ Status supports_flash_attention(const AttentionProblem& problem) {
   if (problem.normalization != AttentionNormalization::kSoftmax)
     return unsupported("normalization is none, wanted softmax");
   if (problem.weight_quantization != AttentionWeightQuantization::kNone) return unsupported("weights are quantized");
+  if (problem.operand_scale != 1.0f) return unsupported("q and k are scaled in their own dtype");
   if (problem.mask.data != nullptr) return unsupported("it takes no dense mask");
   if (problem.tree_mask.words != nullptr) return unsupported("it takes no tree_mask");
   POLYOP_RETURN_IF_ERROR(check_dtype("q", problem.q.dtype));

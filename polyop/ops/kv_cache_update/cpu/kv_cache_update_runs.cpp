@@ -97,7 +97,10 @@ int64_t sequence_of(const KvCacheUpdateProblem& problem, int64_t token) {
 void store_tokens(const KvCacheUpdateProblem& problem, int64_t begin, int64_t end) {
   for (int64_t sequence = sequence_of(problem, begin); begin < end; ++sequence) {
     const int64_t sequence_begin = problem.token_offset(sequence);
-    const int64_t sequence_end = std::min(end, problem.token_offset(sequence + 1));
+    const int64_t next_sequence = std::min(end, problem.token_offset(sequence + 1));
+    const auto [first_stored, stored_end] = problem.stored_tokens(sequence);
+    begin = std::max(begin, sequence_begin + first_stored);
+    const int64_t sequence_end = std::min(next_sequence, sequence_begin + stored_end);
     while (begin < sequence_end) {
       const int64_t position = problem.write_position(sequence) + begin - sequence_begin;
       const int64_t column = position / problem.page_size;
@@ -110,6 +113,7 @@ void store_tokens(const KvCacheUpdateProblem& problem, int64_t begin, int64_t en
       for (int32_t plane = 0; plane < problem.num_planes; ++plane) store_run(problem, problem.planes[plane], run);
       begin += run.tokens;
     }
+    begin = next_sequence;
   }
 }
 

@@ -209,13 +209,16 @@ TEST(Attention_Reference, NanInAScoreSpoilsItsRowOnly) {
   EXPECT_TRUE(std::isnan(probe.out[1]));
 }
 
-TEST(Attention_Kernels, TheReferenceIsLastAndTakesWhatTheFastKernelRefuses) {
+TEST(Attention_Kernels, TheReferenceIsLastAndTakesWhatTheFastKernelsRefuse) {
   Probe probe(1, 1);
   const auto kernels = attention_kernels();
   const Kernel<AttentionProblem>* chosen = nullptr;
   ASSERT_TRUE(choose_kernel("attention", kernels, DeviceType::kCpu, probe.problem, &chosen).is_ok());
   EXPECT_EQ(chosen->name, "cpu_flash_attention");
   probe.problem.normalization = AttentionNormalization::kNone;
+  ASSERT_TRUE(choose_kernel("attention", kernels, DeviceType::kCpu, probe.problem, &chosen).is_ok());
+  EXPECT_EQ(chosen->name, "cpu_row_attention");
+  probe.problem.out.dtype = DType::kF8E4M3;
   ASSERT_TRUE(choose_kernel("attention", kernels, DeviceType::kCpu, probe.problem, &chosen).is_ok());
   EXPECT_EQ(chosen->name, "reference");
   EXPECT_EQ(chosen, &kernels.back());
