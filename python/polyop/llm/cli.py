@@ -16,6 +16,7 @@ from typing import Annotated
 
 import typer
 
+from ..onnx.command import check_command
 from .errors import LlmError
 
 EXIT_BAD_INPUT = 2
@@ -283,6 +284,8 @@ def perplexity(
     else:
         print(f"perplexity {value:.4f} over {len(token_ids)} tokens in windows of {window}")
 
+
+app.command("check")(check_command)
 
 # --------------------------------------------------------------------------------------------------------------------
 

@@ -268,3 +268,160 @@ def unpack_int4_fragments(
     Raises ValueError when an argument breaks the schema, NotImplementedError when no kernel takes the call;
     nothing is written then.
     """
+
+def trt_attention(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    attn_mask: Tensor | None = None,
+    query_lengths: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+    *,
+    query_form: Literal["padded_bhnd", "packed_nhd"] = "padded_bhnd",
+    kv_form: Literal["padded_bhnd", "packed_nhd"] = "padded_bhnd",
+    causal_kind: Literal["none", "upper_left", "lower_right"] = "none",
+    TRT_decomposable: bool = False,
+    TRT_normalization_op: Literal["softmax", "none"] = "softmax",
+    nb_rank: int = 1,
+    Y: Tensor | None = None,
+) -> Tensor:
+    """softmax(Q K^T + attn_mask) V without any scale: TensorRT's TRT_Attention. A row with no visible key gives 0,
+    and so do packed rows past the last offset.
+
+    Operands:
+      Q: [B, Hq, S, D] (query_form = padded_bhnd) or [T, Hq, D] (query_form = packed_nhd); f32, f16, bf16
+          queries
+      K: [B, Hkv, Lmax, D] (kv_form = padded_bhnd) or [Tkv, Hkv, D] (kv_form = packed_nhd); as Q
+          keys
+      V: [B, Hkv, Lmax, D] (kv_form = padded_bhnd) or [Tkv, Hkv, D] (kv_form = packed_nhd); as Q
+          values
+      attn_mask: [B, Hq, S, Lmax] (query_form = padded_bhnd) or [B, Hq, mask_rows, Lmax] (kv_form = padded_bhnd)
+          or [B, Hq, mask_rows, mask_keys]; bool, as Q (optional)
+          bool: true = may attend; otherwise added to the scores, -inf hides. Of packed sequences: rows and keys
+              inside each sequence, at least as many as the longest has
+      query_lengths: [B + 1]; i32 (optional)
+          packed: rows of sequence b are query_lengths[b] to query_lengths[b + 1] of Q; padded: not used
+      kv_lengths: [B + 1] (kv_form = packed_nhd) or [B] (kv_form = padded_bhnd); i32 (optional)
+          packed: keys of sequence b are kv_lengths[b] to kv_lengths[b + 1] of K and V; padded: number of keys
+              of each sequence, absent: all
+      Y: [B, Hq, S, D] (query_form = padded_bhnd) or [T, Hq, D] (query_form = packed_nhd); as Q (output)
+          result, in Q's form
+
+    Attributes:
+      query_form (padded_bhnd | packed_nhd, default padded_bhnd): padded_bhnd: Q and Y [B, Hq, S, D];
+          packed_nhd: [T, Hq, D]
+      kv_form (padded_bhnd | packed_nhd, default padded_bhnd): padded_bhnd: K and V [B, Hkv, Lmax, D];
+          packed_nhd: [Tkv, Hkv, D]
+      causal_kind (none | upper_left | lower_right, default none): upper_left: row i sees keys up to i;
+          lower_right: up to i + s_kv - s_q
+      TRT_decomposable (bool, default False): whether TensorRT may use several kernels; the result does not
+          depend on it
+      TRT_normalization_op (softmax | none, default softmax): none: the scores are the weights, those of hidden
+          keys 0
+      nb_rank (int, default 1): devices that share the keys of a sequence
+
+    Raises ValueError when an argument breaks the schema, NotImplementedError when no kernel takes the call;
+    nothing is written then.
+    """
+
+def trt_quantized_attention(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    attn_mask: Tensor | None = None,
+    normalization_quantize_scale: Tensor | None = None,
+    query_lengths: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+    *,
+    query_form: Literal["padded_bhnd", "packed_nhd"] = "padded_bhnd",
+    kv_form: Literal["padded_bhnd", "packed_nhd"] = "padded_bhnd",
+    is_causal: bool = False,
+    q_num_heads: int = 0,
+    kv_num_heads: int = 0,
+    scale: float | None = None,
+    normalization_quantize_to_type: Literal["fp8", "int8"] = "fp8",
+    TRT_decomposable: bool = False,
+    TRT_normalization_op: Literal["softmax", "none"] = "softmax",
+    Y: Tensor | None = None,
+) -> Tensor:
+    """Attention with Q and K each multiplied by sqrt(scale) and quantized weights: TensorRT's
+    TRT_QuantizedAttention. w' = s * clamp(round(w / s)) of the final weight w; without
+    normalization_quantize_scale w' = w.
+
+    Operands:
+      Q: [B, Hq, S, D] (query_form = padded_bhnd) or [T, Hq, D] (query_form = packed_nhd); f32, f16, bf16
+          queries
+      K: [B, Hkv, Lmax, D] (kv_form = padded_bhnd) or [Tkv, Hkv, D] (kv_form = packed_nhd); as Q
+          keys
+      V: [B, Hkv, Lmax, D] (kv_form = padded_bhnd) or [Tkv, Hkv, D] (kv_form = packed_nhd); as Q
+          values
+      attn_mask: [B, Hq, S, Lmax] (query_form = padded_bhnd) or [B, Hq, mask_rows, Lmax] (kv_form = padded_bhnd)
+          or [B, Hq, mask_rows, mask_keys]; bool, as Q (optional)
+          bool: true = may attend; otherwise added to the scores, -inf hides. Of packed sequences: rows and keys
+              inside each sequence, at least as many as the longest has
+      normalization_quantize_scale: [1]; f32, f16, bf16 (optional)
+          s, one positive number; absent: weights are not quantized
+      query_lengths: [B + 1]; i32 (optional)
+          packed: rows of sequence b are query_lengths[b] to query_lengths[b + 1] of Q; padded: not used
+      kv_lengths: [B + 1] (kv_form = packed_nhd) or [B] (kv_form = padded_bhnd); i32 (optional)
+          packed: keys of sequence b are kv_lengths[b] to kv_lengths[b + 1] of K and V; padded: number of keys
+              of each sequence, absent: all
+      Y: [B, Hq, S, D] (query_form = padded_bhnd) or [T, Hq, D] (query_form = packed_nhd); as Q (output)
+          result, in Q's form
+
+    Attributes:
+      query_form (padded_bhnd | packed_nhd, default padded_bhnd): padded_bhnd: Q and Y [B, Hq, S, D];
+          packed_nhd: [T, Hq, D]
+      kv_form (padded_bhnd | packed_nhd, default padded_bhnd): padded_bhnd: K and V [B, Hkv, Lmax, D];
+          packed_nhd: [Tkv, Hkv, D]
+      is_causal (bool, default False): row i sees keys up to i (upper left)
+      q_num_heads (int, default 0): Hq, checked where given
+      kv_num_heads (int, default 0): Hkv, checked where given
+      scale (float, default None): factor of the scores: its square root multiplies Q and K
+      normalization_quantize_to_type (fp8 | int8, default fp8): fp8: E4M3, saturated to +-448; int8: saturated
+          to -128 .. 127
+      TRT_decomposable (bool, default False): whether TensorRT may use several kernels; the result does not
+          depend on it
+      TRT_normalization_op (softmax | none, default softmax): none: the scores are the weights, those of hidden
+          keys 0
+
+    Raises ValueError when an argument breaks the schema, NotImplementedError when no kernel takes the call;
+    nothing is written then.
+    """
+
+def trt_kv_cache_update(
+    past_cache: Tensor,
+    update: Tensor,
+    write_indices: Tensor | None = None,
+    update_lengths: Tensor | None = None,
+    *,
+    update_form: Literal["padded_bhnd", "packed_nhd"] = "padded_bhnd",
+    mode: Literal["linear"] = "linear",
+    axis: int = -2,
+    Y: Tensor | None = None,
+) -> Tensor:
+    """past_cache with each sequence's new rows written from its write index on: TensorRT's TRT_KVCacheUpdate. Rows
+    past the end of the cache are left out; everything else keeps its bits.
+
+    Operands:
+      past_cache: [B, Hkv, Lmax, D]; f32, f16, bf16
+          the cache so far
+      update: [Bu, Hkv, S, D] (update_form = padded_bhnd) or [T, Hkv, D] (update_form = packed_nhd); as
+          past_cache
+          rows to write; of fewer sequences than the cache has: the others stay
+      write_indices: [Bu]; i32 (optional)
+          position of each sequence's first new row; absent: 0
+      update_lengths: [Bu + 1]; i32 (optional)
+          rows of sequence b are update_lengths[b] to update_lengths[b + 1] of update
+      Y: [B, Hkv, Lmax, D]; as past_cache (output)
+          the cache afterwards; may be past_cache itself
+
+    Attributes:
+      update_form (padded_bhnd | packed_nhd, default padded_bhnd): padded_bhnd: update [Bu, Hkv, S, D], every
+          row is written; packed_nhd: [T, Hkv, D]
+      mode (linear, default linear): linear: no wrap at the end of the cache
+      axis (int, default -2): axis of the cache that rows are written along
+
+    Raises ValueError when an argument breaks the schema, NotImplementedError when no kernel takes the call;
+    nothing is written then.
+    """

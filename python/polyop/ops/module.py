@@ -44,6 +44,16 @@ def check_function(name: str) -> tvm_ffi.Function:
     return tvm_ffi.get_global_func(f"polyop.check.{name}")
 
 
+def check_node_function(name: str) -> tvm_ffi.Function:
+    """The packed check of a node in a graph that has not run: device, inputs, attributes; gives the kernel's name.
+
+    The device is "cpu" or "cuda". An input is None, a tensor whose values are known, or ``[dtype, shape]`` with -1 for
+    an unknown extent and None for an unknown shape. Raises ValueError when the node breaks the schema,
+    NotImplementedError when no kernel takes it.
+    """
+    return tvm_ffi.get_global_func(f"polyop.check_node.{name}")
+
+
 def kernel_function(name: str, kernel: str) -> tvm_ffi.Function:
     """The packed function of one kernel: as operator_function, but a call that this kernel does not take is refused."""
     return tvm_ffi.get_global_func("polyop.kernel_function")(name, kernel)

@@ -72,6 +72,9 @@ class Attribute:
     required: bool
     default: Any  # None where required or computed (rsqrt)
     choices: list[str]
+    numbers: list[int | None]  # the number that some outside formats write for each choice
+    min: int | None
+    max: int | None
 
 
 @dataclass(frozen=True)
@@ -95,14 +98,16 @@ class Schema:
 def parse_schema(json: dict[str, Any]) -> Schema:
     """A Schema from the object that OpSchema::to_json writes."""
     operand_fields = ("name", "doc", "role", "alias_of", "presence", "shapes", "dtypes", "values")
-    attribute_fields = ("name", "doc", "kind", "required", "default")
+    attribute_fields = ("name", "doc", "kind", "required", "default", "min", "max")
     return Schema(
         name=json["name"],
         doc=json["doc"],
         operands=[Operand(**{field: entry[field] for field in operand_fields}) for entry in json["operands"]],
         attributes=[
             Attribute(
-                **{field: entry[field] for field in attribute_fields}, choices=[c["name"] for c in entry["choices"]]
+                **{field: entry[field] for field in attribute_fields},
+                choices=[choice["name"] for choice in entry["choices"]],
+                numbers=[choice["number"] for choice in entry["choices"]],
             )
             for entry in json["attributes"]
         ],

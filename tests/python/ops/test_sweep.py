@@ -39,6 +39,8 @@ def keep_writes_within_capacity(maker: CallMaker, positions: torch.Tensor) -> No
     positions.copy_(torch.minimum(positions, (cache_capacity(maker) - tokens).clamp(min=0)))
 
 
+TRT_EXTENTS = {"B": (0, 3), "T": (0, 9), "S": (0, 4), "Tkv": (0, 12), "Lmax": (1, 12), "Hkv": (1, 3), "D": (1, 70)}
+
 HINTS: dict[str, Hints] = {
     "circular_pad": Hints(lists={"padding": st.lists(st.integers(0, 7), max_size=3).map(lambda pads: pads * 2)}),
     "kv_cache_update": Hints(
@@ -72,6 +74,14 @@ HINTS: dict[str, Hints] = {
             "Dv": (1, 70),
         },
         attributes={"window": [-1, -1, 1, 3]},
+    ),
+    "trt_attention": Hints(extents=TRT_EXTENTS),
+    "trt_quantized_attention": Hints(
+        extents=TRT_EXTENTS,
+        attributes={"q_num_heads": [0], "kv_num_heads": [0], "normalization_quantize_to_type": ["fp8", "int8"]},
+    ),
+    "trt_kv_cache_update": Hints(
+        extents={"B": (0, 3), "Bu": (0, 3), "T": (0, 9), "S": (0, 3), "Lmax": (3, 9), "Hkv": (1, 3), "D": (1, 40)}
     ),
     "int4_groupwise_gemm": Hints(
         extents={"M": (0, 20), "N": (1, 140), "K": (1, 200)}, attributes={"group_size": [32, 64, 128]}
@@ -131,7 +141,36 @@ def attention_bound(call: Call, expected: torch.Tensor) -> torch.Tensor:
     return output_bound(expected, expected.dtype, arithmetic)
 
 
-BOUNDS = {"rotary_embedding": rotary_bound, "int4_groupwise_gemm": gemm_bound, "attention": attention_bound}
+def trt_attention_bound(call: Call, expected: torch.Tensor) -> torch.Tensor:
+    """As attention_bound, without a scale or with the product of the rounded factors of Q and K (at most 1.01 scale).
+    A quantized weight beside the middle of two steps may take either: a step of at most max(s, w / 8) for every key."""
+    a = call.arguments
+    q, k, v, mask = (a[name] for name in ("Q", "K", "V", "attn_mask"))
+
+    def largest(tensor: torch.Tensor | None) -> float:
+        if tensor is None or tensor.dtype == torch.bool or tensor.numel() == 0:
+            return 0.0
+        return tensor.double().abs().max().item()
+
+    width, length = q.shape[-1], math.prod(k.shape[:-1]) // max(k.shape[1], 1)
+    scale = 1.0 if "causal_kind" in a else 1.01 * (a["scale"] if a["scale"] is not None else 1 / math.sqrt(width))
+    score = scale * width * largest(q) * largest(k) + largest(mask)
+    score_error = (width + 8) * U32 * score
+    weight = 1.0 if a["TRT_normalization_op"] == "softmax" else score
+    error = 2 * score_error + (length + 32) * U32 * max(weight, 1.0)
+    step = a.get("normalization_quantize_scale")
+    if step is not None and length:
+        error = length * max(step.double().item(), weight / 8) + error
+    return output_bound(expected, expected.dtype, error * max(largest(v), 1.0) * (1 if weight == 1.0 else length))
+
+
+BOUNDS = {
+    "trt_attention": trt_attention_bound,
+    "trt_quantized_attention": trt_attention_bound,
+    "rotary_embedding": rotary_bound,
+    "int4_groupwise_gemm": gemm_bound,
+    "attention": attention_bound,
+}
 
 
 def run(function: Any, schema: Schema, call: Call, shapes: list[Any]) -> dict[str, Guarded]:

@@ -37,6 +37,15 @@ def example(name):
             ),
             {"group_size": 32},
         ),
+        "trt_attention": lambda: (
+            (torch.rand(2, 4, 3, 8), torch.rand(2, 2, 5, 8), torch.rand(2, 2, 5, 8), torch.rand(3, 5) < 0.7),
+            {"kv_lengths": i32([5, 2])},
+        ),
+        "trt_quantized_attention": lambda: (
+            (torch.rand(3, 4, 8), torch.rand(2, 2, 5, 8), torch.rand(2, 2, 5, 8), None, torch.tensor([0.01])),
+            {"query_lengths": i32([0, 1, 3]), "query_form": "packed_nhd", "normalization_quantize_to_type": "int8"},
+        ),
+        "trt_kv_cache_update": lambda: ((torch.rand(2, 2, 6, 8), torch.rand(2, 2, 3, 8), i32([1, 5])), {}),
         "pack_int4_fragments": lambda: ((torch.randint(0, 16, (5, 64), dtype=torch.uint8),), {}),
         "unpack_int4_fragments": lambda: ((torch.randint(-128, 128, (8, 512), dtype=torch.int8), 5, 64), {}),
     }[name]()
