@@ -1,4 +1,4 @@
-"""Prints the requirements of pyproject.toml, one a line: the dependencies, then those of the extras named as arguments."""
+"""Prints the requirements of pyproject.toml, one a line: the dependencies, then those of the extras given."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ except ImportError:  # Python 3.10: pip carries the same parser
 
 
 def collect(project: dict, extras: list[str]) -> list[str]:
-    """Requirements in order of appearance; an extra of the project itself (``polyop[llm]``) is replaced by its content."""
+    """Requirements in order of appearance; an extra of the project itself is replaced by its content."""
     own_extra = re.compile(rf"{project['name']}\[([\w,]+)\]")
     found = list(project["dependencies"])
     for extra in extras:

@@ -71,7 +71,8 @@ TEST(ShapeBinding_Attributes, Texts) {
             "op: attribute flag has the wrong kind of value, wanted true or false");
   EXPECT_EQ(attribute_text({{"mode", AttributeValue::of_text("int4")}}),
             "op: attribute mode is \"int4\", wanted fp8 (17), int8 (3) or off");
-  EXPECT_EQ(attribute_text({{"mode", AttributeValue::of_int(4)}}), "op: attribute mode is 4, wanted fp8 (17), int8 (3) or off");
+  EXPECT_EQ(attribute_text({{"mode", AttributeValue::of_int(4)}}),
+            "op: attribute mode is 4, wanted fp8 (17), int8 (3) or off");
   const OpSchema lists = SchemaBuilder("op", "For tests.")
                              .operand(input("x").dims({symbol("D")}).dtypes(kFloats))
                              .int_list_attribute("ints", "")
