@@ -20,6 +20,7 @@ from .config import ModelConfig
 from .errors import LlmError
 from .linear import DenseLinear, Int4Linear
 from .model import DecoderLayer, DecoderModel
+from .norm import RmsNorm
 from .weight_sources import WeightSource, open_source
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -153,7 +154,7 @@ def load_model(
         dtype=dtype,
         embedding=_aligned(read_tensor(source, "model.embed_tokens.weight", table_shape, table_dtype)),
         layers=[_load_layer(source, i, dtype, make_attention(i), dequantize) for i in range(config.num_hidden_layers)],
-        final_norm=read_tensor(source, "model.norm.weight", (config.hidden_size,), dtype),
+        final_norm=_load_norm(source, "model.norm", config.hidden_size),
         lm_head=_aligned(read_tensor(source, "lm_head.weight", table_shape, table_dtype)) if has_own_head else None,
         max_seq_len=max_seq_len,
     )
@@ -187,8 +188,8 @@ def _load_layer(
             packed = _load_int4(source, f"{prefix}.{linear}", shape, dtype, has_bias(config, linear))
             linears[linear] = packed.to_dense(shape[1], dtype) if dequantize else packed
 
-    def norm(name: str, num_features: int) -> torch.Tensor:
-        return read_tensor(source, f"{prefix}.{name}.weight", (num_features,), dtype)
+    def norm(name: str, num_features: int) -> RmsNorm:
+        return _load_norm(source, f"{prefix}.{name}", num_features)
 
     return DecoderLayer(
         input_norm=norm("input_layernorm", config.hidden_size),
@@ -201,6 +202,10 @@ def _load_layer(
         gate_up=linears["mlp.gate_up_proj"],
         down=linears["mlp.down_proj"],
     )
+
+
+def _load_norm(source: WeightSource, name: str, num_features: int) -> RmsNorm:
+    return RmsNorm(read_tensor(source, f"{name}.weight", (num_features,), torch.float32), source.config.rms_norm_eps)
 
 
 def _load_int4(source: WeightSource, name: str, shape: tuple[int, int], dtype: torch.dtype, biased: bool) -> Int4Linear:

@@ -15,19 +15,20 @@ from polyop.attention import AttentionBackend, AttentionMetadata
 
 from .config import ModelConfig
 from .linear import DenseLinear, Int4Linear, RowRanges
+from .norm import RmsNorm
 
 
 @dataclass(kw_only=True, slots=True)
 class DecoderLayer:
     """Weights of one layer. q, k and v stand in one linear along N, and so do gate and up: one product for all."""
 
-    input_norm: torch.Tensor  # (hidden,)
+    input_norm: RmsNorm  # over hidden
     qkv: DenseLinear | Int4Linear  # hidden -> (Hq + 2 Hkv) * D
-    q_norm: torch.Tensor | None  # (D,)
-    k_norm: torch.Tensor | None  # (D,)
+    q_norm: RmsNorm | None  # over D
+    k_norm: RmsNorm | None  # over D
     attention: AttentionBackend
     output: DenseLinear | Int4Linear  # Hq * D -> hidden
-    mlp_norm: torch.Tensor  # (hidden,)
+    mlp_norm: RmsNorm  # over hidden
     gate_up: DenseLinear | Int4Linear  # hidden -> 2 * intermediate
     down: DenseLinear | Int4Linear  # intermediate -> hidden
 
@@ -49,7 +50,7 @@ class DecoderModel:
         dtype: torch.dtype,
         embedding: torch.Tensor,
         layers: list[DecoderLayer],
-        final_norm: torch.Tensor,
+        final_norm: RmsNorm,
         lm_head: torch.Tensor | None,
         max_seq_len: int,
     ) -> None:
@@ -59,7 +60,7 @@ class DecoderModel:
             dtype: of activations and KV cache.
             embedding: [V, hidden], f32, f16 or bf16.
             layers: one DecoderLayer per layer.
-            final_norm: [hidden].
+            final_norm: over hidden.
             lm_head: [V, hidden], or None when it is the embedding table.
             max_seq_len: positions the attention backends are prepared for.
         """
@@ -94,25 +95,24 @@ class DecoderModel:
         Returns:
             Hidden states [T, hidden] before the final norm; give the rows you want to ``logits``.
         """
-        config, eps = self.config, self.config.rms_norm_eps
-        hidden_shape, head_shape = (config.hidden_size,), (config.head_dim,)
+        head_dim = self.config.head_dim
         x = F.embedding(token_ids, self.embedding)  # (T, hidden)
         if x.dtype is not self.dtype:
             x = x.to(self.dtype)
         for layer in self.layers:
-            h = torch.rms_norm(x, hidden_shape, layer.input_norm, eps)
+            h = layer.input_norm(x)
             qkv = layer.qkv(h, row_ranges)  # (T, (Hq + 2 Hkv) * D)
             if layer.q_norm is not None:
                 q, k, v = self._split_heads(qkv)
-                q = torch.rms_norm(q.unflatten(1, (-1, *head_shape)), head_shape, layer.q_norm, eps).flatten(1)
-                k = torch.rms_norm(k.unflatten(1, (-1, *head_shape)), head_shape, layer.k_norm, eps).flatten(1)
+                q = layer.q_norm(q.unflatten(1, (-1, head_dim))).flatten(1)
+                k = layer.k_norm(k.unflatten(1, (-1, head_dim))).flatten(1)
             elif self.backend.support_fused_qkv():
                 q, k, v = qkv, None, None
             else:
                 q, k, v = self._split_heads(qkv)
             attended = layer.attention.forward(q, k, v, metadata)  # (T, Hq * D)
             x.add_(layer.output(attended, row_ranges))
-            h = torch.rms_norm(x, hidden_shape, layer.mlp_norm, eps)
+            h = layer.mlp_norm(x)
             x.add_(layer.down(_silu_and_multiply(layer.gate_up(h, row_ranges), row_ranges), row_ranges))
         return x
 
@@ -125,8 +125,7 @@ class DecoderModel:
         Returns:
             f32 [M, V].
         """
-        h = torch.rms_norm(hidden, (self.config.hidden_size,), self.final_norm, self.config.rms_norm_eps)
-        h = h.to(self.lm_head.dtype)
+        h = self.final_norm(hidden).to(self.lm_head.dtype)
         out = torch.empty(h.shape[0], self.lm_head.shape[0], dtype=torch.float32)  # (M, V)
         for i, row in enumerate(h):
             # A clone starts at an aligned address whichever row it is.
@@ -142,8 +141,7 @@ class DecoderModel:
         Returns:
             f32 [M, V].
         """
-        h = torch.rms_norm(hidden, (self.config.hidden_size,), self.final_norm, self.config.rms_norm_eps)
-        return F.linear(h.to(self.lm_head.dtype), self.lm_head).float()
+        return F.linear(self.final_norm(hidden).to(self.lm_head.dtype), self.lm_head).float()
 
     def _split_heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q_features = self.config.num_attention_heads * self.config.head_dim
