@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from gpu_common import Measurement, Timer, clocks, environment, require_close, to_json
@@ -79,13 +79,13 @@ def attention_functions(case: dict, with_peers: bool = True) -> tuple[dict[str, 
     if with_peers and rows == 1 and case["kv"] == "16bit" and not case["page"]:
         functions["cuDNN"] = lambda: sdpa(SDPBackend.CUDNN_ATTENTION)
         functions["torch flash"] = lambda: sdpa(SDPBackend.FLASH_ATTENTION)
-    if with_peers and case["page"] and kv_dtype != torch.int8:
-        add_flashinfer(functions, case, q, pool, table, lengths, offsets, factor, out)
+    if with_peers and case["page"] and rows == 1 and kv_dtype != torch.int8:
+        add_flashinfer(functions, case, q, pool, table, out)
     moved = (2 * batch * length * kv_heads * width) * pool.element_size() + 2 * q.numel() * 2
     return functions, moved
 
 
-def add_flashinfer(functions, case, q, pool, table, lengths, offsets, factor, ours) -> None:
+def add_flashinfer(functions, case, q, pool, table, ours) -> None:
     try:
         import flashinfer
     except Exception:
@@ -96,30 +96,16 @@ def add_flashinfer(functions, case, q, pool, table, lengths, offsets, factor, ou
     last = torch.full((batch,), case["length"] - (pages_each - 1) * page, dtype=torch.int32, device="cuda")
     kinds = {"q_data_type": q.dtype, "kv_data_type": pool.dtype}
     try:
-        if case["rows"] == 1:
-            wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-                workspace,
-                "NHD",
-                use_cuda_graph=True,
-                use_tensor_cores=True,
-                paged_kv_indptr_buffer=indptr.clone(),
-                paged_kv_indices_buffer=table.flatten().clone(),
-                paged_kv_last_page_len_buffer=last.clone(),
-            )
-            wrapper.plan(indptr.cpu(), table.flatten(), last.cpu(), case["Hq"], case["Hkv"], case["D"], page, **kinds)
-        else:
-            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-                workspace,
-                "NHD",
-                use_cuda_graph=True,
-                qo_indptr_buf=offsets.clone(),
-                paged_kv_indptr_buf=indptr.clone(),
-                paged_kv_indices_buf=table.flatten().clone(),
-                paged_kv_last_page_len_buf=last.clone(),
-            )
-            wrapper.plan(
-                offsets, indptr, table.flatten(), last, case["Hq"], case["Hkv"], case["D"], page, causal=True, **kinds
-            )
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            workspace,
+            "NHD",
+            use_cuda_graph=True,
+            use_tensor_cores=True,
+            paged_kv_indptr_buffer=indptr.clone(),
+            paged_kv_indices_buffer=table.flatten().clone(),
+            paged_kv_last_page_len_buffer=last.clone(),
+        )
+        wrapper.plan(indptr.cpu(), table.flatten(), last.cpu(), case["Hq"], case["Hkv"], case["D"], page, **kinds)
         target = torch.empty_like(q)
         run = lambda: wrapper.run(q, (pool[0], pool[1]), out=target)  # noqa: E731
         run()
@@ -132,22 +118,18 @@ def add_flashinfer(functions, case, q, pool, table, lengths, offsets, factor, ou
         print(f"FlashInfer refuses {describe(case)}: {type(error).__name__} {str(error)[:200]}")
 
 
-def measure_attention(timer: Timer) -> list[Measurement]:
-    results = []
+def measure_attention(timer: Timer) -> Iterator[Measurement]:
     for case in read_shapes("gpu_attention"):
         functions, moved = attention_functions(case)
-        results.append(Measurement("attention", describe(case), moved, timer.time(functions, moved)))
-        show(results[-1])
+        yield Measurement("attention", describe(case), moved, timer.time(functions, moved))
         del functions
         torch.cuda.empty_cache()
-    return results
 
 
 # ---- the copies: circular_pad, kv_cache_update, rotary_embedding -----------------------------------------------------
 
 
-def measure_circular_pad(timer: Timer) -> list[Measurement]:
-    results = []
+def measure_circular_pad(timer: Timer) -> Iterator[Measurement]:
     for shape, pads, dtype in [
         ((8, 64, 512, 512), [1, 1, 2, 0], torch.float32),
         ((8, 64, 512, 512), [8, 8, 8, 8], torch.float16),
@@ -165,13 +147,10 @@ def measure_circular_pad(timer: Timer) -> list[Measurement]:
                 raise SystemExit(f"circular_pad {shape}: differs from torch")
         moved = (x.numel() + out.numel()) * x.element_size()
         case = f"{'x'.join(map(str, shape))} pad={pads} {str(dtype).removeprefix('torch.')}"
-        results.append(Measurement("circular_pad", case, moved, timer.time(functions, moved)))
-        show(results[-1])
-    return results
+        yield Measurement("circular_pad", case, moved, timer.time(functions, moved))
 
 
-def measure_kv_cache_update(timer: Timer) -> list[Measurement]:
-    results = []
+def measure_kv_cache_update(timer: Timer) -> Iterator[Measurement]:
     for tokens, batch, kv_dtype in [
         (64, 64, BF16),
         (4096, 4, BF16),
@@ -209,13 +188,10 @@ def measure_kv_cache_update(timer: Timer) -> list[Measurement]:
             functions["torch index_put"] = assign
         moved = 2 * k.numel() * (2 + pool.element_size())
         case = f"T={tokens} B={batch} Hkv={heads} D={width} page={page} {str(kv_dtype).removeprefix('torch.')}"
-        results.append(Measurement("kv_cache_update", case, moved, timer.time(functions, moved)))
-        show(results[-1])
-    return results
+        yield Measurement("kv_cache_update", case, moved, timer.time(functions, moved))
 
 
-def measure_rotary_embedding(timer: Timer) -> list[Measurement]:
-    results = []
+def measure_rotary_embedding(timer: Timer) -> Iterator[Measurement]:
     for tokens in (1, 64, 4096, 65536):
         q = torch.randn(tokens, 32, 128, device="cuda", dtype=BF16)
         k = torch.randn(tokens, 8, 128, device="cuda", dtype=BF16)
@@ -232,13 +208,9 @@ def measure_rotary_embedding(timer: Timer) -> list[Measurement]:
         x1, x2 = k.float().chunk(2, -1)
         require_close("rotary_embedding", k_out, torch.cat([x1 * c - x2 * s, x2 * c + x1 * s], -1), 1e-2)
         moved = 2 * (q.numel() + k.numel()) * 2
-        results.append(
-            Measurement(
-                "rotary_embedding", f"T={tokens} Hq=32 Hkv=8 D=128 bfloat16", moved, timer.time({"polyop": ours}, moved)
-            )
+        yield Measurement(
+            "rotary_embedding", f"T={tokens} Hq=32 Hkv=8 D=128 bfloat16", moved, timer.time({"polyop": ours}, moved)
         )
-        show(results[-1])
-    return results
 
 
 # ---- main ------------------------------------------------------------------------------------------------------------
@@ -266,12 +238,14 @@ def main() -> None:
     report = {"environment": environment(), "clocks_before": clocks(), "copy_bandwidth": timer.copy_bandwidth()}
     print(f"copy {report['copy_bandwidth'] / 1e12:.2f} TB/s", flush=True)
     measurements: list[Measurement] = []
-    for measure in (measure_attention, measure_circular_pad, measure_kv_cache_update, measure_rotary_embedding):
-        measurements += measure(timer)
-        if arguments.output:  # written after every operator: a run that is cut off keeps what it has
-            done = report | {"clocks_after": clocks(), "measurements": to_json(measurements)}
-            with open(arguments.output, "w", encoding="utf-8") as file:
-                json.dump(done, file, indent=1)
+    for measure in (measure_circular_pad, measure_kv_cache_update, measure_rotary_embedding, measure_attention):
+        for measurement in measure(timer):
+            measurements.append(measurement)
+            show(measurement)
+            if arguments.output:  # written after every case: a run that is cut off keeps what it has
+                done = report | {"clocks_after": clocks(), "measurements": to_json(measurements)}
+                with open(arguments.output, "w", encoding="utf-8") as file:
+                    json.dump(done, file, indent=1)
     cuda.check_errors()
 
 

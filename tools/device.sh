@@ -50,9 +50,9 @@ bench() {
 
 profile() {
   step "profile"
-  timeout 120 ncu --clock-control none --set full --kernel-name regex:split_kv --launch-skip 2 --launch-count 1 --csv --page details \
-    "$PYTHON" benchmarks/gpu_kernels.py --profile attention >"$OUT/ncu_attention.csv" 2>"$OUT/ncu.err" || status=1
-  grep -E "DRAM Throughput|Memory Throughput|Registers Per|Achieved Occ|Duration|Compute \(SM\)" "$OUT/ncu_attention.csv" | cut -d, -f10-
+  timeout 120 ncu --clock-control none --set full --kernel-name regex:split_kv --launch-skip 2 --launch-count 1 \
+    "$PYTHON" benchmarks/gpu_kernels.py --profile attention >"$OUT/ncu_attention.txt" 2>&1 || status=1
+  grep -E "Throughput|Registers Per|Achieved Occ|Duration|Issue Slots|No Eligible|stall|Local|Est\. Speedup|cycles being" "$OUT/ncu_attention.txt"
 }
 
 nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem --format=csv,noheader

@@ -76,6 +76,32 @@ def test_many_chunks_and_many_sequences():
     check(AttentionCase([(37 * i) % 150 for i in range(90)], [1] * 90, head_dim=64, num_kv_heads=1, group=2))
 
 
+def test_blocks_that_walk_many_items():
+    """Enough rows for several items a block: each sequence alone has the bits that it has in the batch."""
+    batch, length, heads, width = 96, 2048, 8, 128
+    pool = torch.randn(2, batch * length // 64, 64, heads, width, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(batch, 32, width, device="cuda", dtype=torch.bfloat16)
+    table = torch.randperm(pool.shape[1], device="cuda").to(torch.int32).view(batch, -1)
+    lengths = torch.randint(1, length + 1, (batch,), device="cuda").to(torch.int32)
+    offsets = torch.arange(batch + 1, device="cuda", dtype=torch.int32)
+    out = SPLIT_KV(q, pool[0], pool[1], query_offsets=offsets, kv_lengths=lengths, page_table=table)
+    for b in range(0, batch, 5):
+        alone = SPLIT_KV(
+            q[b : b + 1],
+            pool[0],
+            pool[1],
+            query_offsets=offsets[:2],
+            kv_lengths=lengths[b : b + 1],
+            page_table=table[b : b + 1],
+        )
+        assert torch.equal(alone[0], out[b])
+        keys, values = (plane[table[b].long()].flatten(0, 1)[: int(lengths[b])].float() for plane in pool)
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            q[b].float()[:, None], keys.transpose(0, 1), values.transpose(0, 1), enable_gqa=True
+        )
+        assert torch.allclose(out[b].float(), expected[:, 0], atol=2e-2)
+
+
 def test_long_sums_of_one_sign_keep_their_precision():
     case = AttentionCase([16384], [1], num_kv_heads=1, group=1, kv_dtype=torch.float8_e4m3fn, page_size=64)
     arguments = case.make()

@@ -37,6 +37,13 @@ struct KvTile {
   static constexpr int kRowUnits = kHeadDim * static_cast<int>(sizeof(Kv)) / 16;
   static constexpr int kRowBytes = (kRowUnits | 1) * 16;
 
+  /// A row of an odd number of units: the second unit of the last load is not there, and nobody uses what comes
+  /// instead.
+  __device__ static int inside(int unit) {
+    if constexpr (kRowUnits % 2 == 1) return min(unit, kRowUnits - 1);
+    return unit;
+  }
+
   /// B fragments of q k^T: 16 keys from `key`, the 16 channels of step `step`: b[0..1] keys 0-7, b[2..3] keys 8-15.
   /// For 8-bit caches steps come in pairs; `step` is even and b holds both: b[4 * s + ...].
   static constexpr int kStepsPerLoad = kIsByte<Kv> ? 2 : 1;
@@ -44,7 +51,7 @@ struct KvTile {
   __device__ static void load_k(uint32_t tile, int key, int step, uint32_t (&b)[4 * kStepsPerLoad]) {
     const int lane = threadIdx.x % 32;
     const int row = key + lane / 16 * 8 + lane % 8;
-    const int unit = (kIsByte<Kv> ? step : step * 2) + lane / 8 % 2;
+    const int unit = inside((kIsByte<Kv> ? step : step * 2) + lane / 8 % 2);
     uint32_t registers[4];
     load_matrices(registers, tile + row * kRowBytes + unit * 16);
     if constexpr (kIsByte<Kv>) {
@@ -69,7 +76,7 @@ struct KvTile {
   __device__ static void load_v(uint32_t tile, int key, int tile0, uint32_t (&b)[2 * kTilesPerLoad]) {
     const int lane = threadIdx.x % 32;
     const int row = key + lane / 8 % 2 * 8 + lane % 8;
-    const int unit = (kIsByte<Kv> ? tile0 / 2 : tile0) + lane / 16;
+    const int unit = inside((kIsByte<Kv> ? tile0 / 2 : tile0) + lane / 16);
     uint32_t registers[4];
     load_matrices_transposed(registers, tile + row * kRowBytes + unit * 16);
     if constexpr (kIsByte<Kv>) {

@@ -106,7 +106,9 @@ __device__ inline int64_t key_offset(const AttentionProblem& p, const HeadRows& 
   if (p.kv_form == AttentionKvForm::kPadded) return g.sequence * rows.outer_stride + key * rows.row_stride;
   if (p.kv_form == AttentionKvForm::kPacked) return (int64_t{g.kv_begin} + key) * rows.row_stride;
   const auto page_size = static_cast<uint32_t>(p.page_size);
-  const uint32_t column = static_cast<uint32_t>(key) / page_size;
+  const bool shifts = (page_size & (page_size - 1)) == 0;  // the same for all threads
+  const uint32_t column = shifts ? static_cast<uint32_t>(key) >> (31 - __clz(static_cast<int>(page_size)))
+                                 : static_cast<uint32_t>(key) / page_size;
   const int32_t page = __ldg(p.page_table + g.sequence * p.page_table_stride + column);
   if (page < 0 || page >= p.num_pages) {
     raise(page_flag);

@@ -4,8 +4,8 @@
 // Shapes    q [T, Hq, D] | [B, S, Hq, D] f16, bf16 · k, v paged, packed or padded, q's dtype, f8e4m3 or i8 · out, lse
 // Layout    D contiguous; rows of k and v 16-byte aligned with equal strides; page_table [B, W] i32
 // Work      item = 16 or 64 rows (query row x head of one kv head) x one chunk of keys; a block walks an equal share of
-//           all items, found from the lengths on the device. One warp copies tiles of 64 keys into a ring of stages;
-//           four warps multiply: 16 rows, 16 keys of a tile each, or 64 rows, 16 each. The last block of a tile joins
+//           all items, found from the lengths on the device. Two warps copy tiles of 64 keys into a ring of
+//           stages; four warps multiply: 16 rows, two warps a tile, or 64 rows, 16 each. The last block of a tile joins
 //           its parts (a semaphore, zero again afterwards)
 // Memory    global: k and v once for each row tile; parts: rows x (D + 2) x 4 bytes a chunk, written and read once
 //           shared: stages x 128 rows of D, padded by 16 bytes, + 16 D x 4 for the joining of the four warps
@@ -32,7 +32,9 @@
 namespace polyop::cuda {
 
 inline constexpr int kConsumerThreads = 32 * kConsumerWarps;
-inline constexpr int kBlockThreads = kConsumerThreads + 32;
+inline constexpr int kProducerWarps = 2;
+inline constexpr int kBlockThreads = kConsumerThreads + 32 * kProducerWarps;
+inline constexpr int kKeysPerStep = 32;  // of one warp: 64 keys of scores at once would not fit the registers
 inline constexpr int kMostStages = 8;
 inline constexpr float kLog2E = 1.4426950408889634f;
 inline constexpr float kLn2 = 0.6931471805599453f;
@@ -103,7 +105,7 @@ struct SplitBlock {
     return shared_address(shared) + Shared::kFixedBytes + stage * Shared::kStageBytes;
   }
 
-  // ---- producer: one warp -------------------------------------------------------------------------------------------
+  // ---- producers: two warps, half of a tile's rows each -------------------------------------------------------------
 
   /// Byte offset in k (and v) of the row of `key`; -1: outside the item or on a page outside the pool.
   [[nodiscard]] __device__ int64_t row_bytes(const SequenceItems& s, const SplitItem& item, int32_t key) const {
@@ -112,41 +114,44 @@ struct SplitBlock {
     return offset < 0 ? -1 : (offset + item.kv_head * p.k.head_stride) * static_cast<int64_t>(sizeof(Kv));
   }
 
+  /// Copies 32 rows of k and of v to `tile`; lane i knows the row i. kAllValid: no row is -1.
+  template <bool kAllValid>
+  __device__ void copy_rows(int64_t row_offset, uint32_t tile) const {
+    const int lane = threadIdx.x % 32;
+    constexpr int kUnits = Tile::kRowUnits;  // copies of 32 lanes for 32 rows, too
+    const char* k = static_cast<const char*>(p.k.data);
+    const int64_t v_distance = static_cast<const char*>(p.v.data) - k;
+#pragma unroll(kAllValid ? kUnits : 1)
+    for (int copy = 0; copy < kUnits; ++copy) {
+      const int index = copy * 32 + lane;
+      const int row = index / kUnits;
+      const int unit = index % kUnits;
+      const int64_t bytes = __shfl_sync(0xffffffffu, row_offset, row);
+      const bool valid = kAllValid || bytes >= 0;
+      const char* from = k + (valid ? bytes : 0) + unit * 16;
+      const uint32_t to = tile + row * Tile::kRowBytes + unit * 16;
+      copy_async_16(to, from, valid);
+      copy_async_16(to + Shared::kTileBytes, from + v_distance, valid);
+    }
+  }
+
   __device__ void produce(ItemCursor cursor) const {
     const int lane = threadIdx.x % 32;
-    const char* k = static_cast<const char*>(p.k.data);
-    const char* v = static_cast<const char*>(p.v.data);
+    const int first_row = (threadIdx.x / 32 - kConsumerWarps) * 32;  // of the tile
     int stage = 0;
     uint32_t parity = 1;  // the first round finds all stages empty
     for (; !cursor.done(); cursor.advance(p, plan, flags)) {
       const SplitItem& item = cursor.item();
       const int num_stages = item.num_stages();
       for (int i = 0; i < num_stages; ++i) {
-        const int32_t key = item.tile_begin + i * kKeysPerTile + lane;
-        const int64_t low = row_bytes(cursor.sequence(), item, key);
-        const int64_t high = row_bytes(cursor.sequence(), item, key + 32);
+        const int64_t offset =
+            row_bytes(cursor.sequence(), item, item.tile_begin + i * kKeysPerTile + first_row + lane);
         barrier_wait(empty(stage), parity);
-        const uint32_t k_tile = stage_address(stage);
-        constexpr int kUnits = Tile::kRowUnits;
-        constexpr int kCopies = kKeysPerTile * kUnits / 32;
-#pragma unroll 8
-        for (int copy = 0; copy < kCopies; ++copy) {
-          const int index = copy * 32 + lane;
-          const int row = index / kUnits;
-          const int unit = index - row * kUnits;
-          int64_t bytes = 0;
-          if constexpr (32 % kUnits == 0 || kUnits % 32 == 0) {  // the 32 lanes stay on one side of row 32
-            bytes = __shfl_sync(0xffffffffu, copy < kCopies / 2 ? low : high, row % 32);
-          } else {
-            const int64_t from_low = __shfl_sync(0xffffffffu, low, row % 32);
-            const int64_t from_high = __shfl_sync(0xffffffffu, high, row % 32);
-            bytes = row < 32 ? from_low : from_high;
-          }
-          const bool valid = bytes >= 0;
-          const int64_t from = (valid ? bytes : 0) + unit * 16;
-          const uint32_t to = k_tile + row * Tile::kRowBytes + unit * 16;
-          copy_async_16(to, k + from, valid);
-          copy_async_16(to + Shared::kTileBytes, v + from, valid);
+        const uint32_t tile = stage_address(stage) + first_row * Tile::kRowBytes;
+        if (__all_sync(0xffffffffu, offset >= 0)) {
+          copy_rows<true>(offset, tile);
+        } else {
+          copy_rows<false>(offset, tile);
         }
         barrier_arrive_after_copies(full(stage));
         if (++stage == plan.num_stages) {
@@ -416,12 +421,25 @@ struct SplitBlock {
     }
     if (writes_lse) store_lse(s, query_row, head, (largest + log2f(denominator)) * kLn2);
     const float v_scale = p.v_scale.data == nullptr ? 1.0f : __ldg(p.v_scale.data + kv_head * p.v_scale.head_stride);
-    return __fdiv_rn(factor * v_scale, denominator);
+    return __fdiv_rn(factor * v_scale, p.output_scale == nullptr ? denominator : denominator * *p.output_scale);
   }
 
-  __device__ void store_out(int64_t offset, float value) const {
-    if (p.output_scale != nullptr) value = __fdiv_rn(value, *p.output_scale);
-    store_float(p.out.data, p.out.dtype, offset, value);
+  /// kCount neighbouring channels of out, which is of q's dtype or f8e4m3.
+  template <int kCount>
+  __device__ void store_out(int64_t offset, const float (&values)[kCount]) const {
+    if (p.out.dtype == DType::kF8E4M3) {
+      auto* out = static_cast<Fp8*>(p.out.data) + offset;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) out[i] = from_float<Fp8>(values[i]);
+    } else if (p.out.dtype == DType::kF16) {
+      auto* out = static_cast<__half*>(p.out.data) + offset;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) out[i] = from_float<__half>(values[i]);
+    } else {
+      auto* out = static_cast<__nv_bfloat16*>(p.out.data) + offset;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) out[i] = from_float<__nv_bfloat16>(values[i]);
+    }
   }
 
   /// The only chunk of its rows: results go straight to out.
@@ -439,8 +457,8 @@ struct SplitBlock {
       for (int tile = 0; tile < kOutTiles; ++tile) {
 #pragma unroll
         for (int column = 0; column < 2; ++column) {
-          store_out(offset + Tile::output_channel(tile, column),
-                    empty_row ? 0.0f : sums.out[tile][2 * half + column] * factor);
+          const float value[1] = {empty_row ? 0.0f : sums.out[tile][2 * half + column] * factor};
+          store_out(offset + Tile::output_channel(tile, column), value);
         }
       }
     }
@@ -471,13 +489,13 @@ struct SplitBlock {
     }
   }
 
-  /// Joins the chunks of every row of the tile in their order; one warp a row.
-  __device__ void join_chunks(const SequenceItems& s, const SplitItem& item) const {
+  /// Joins the chunks of the tile's rows first, first + step ... in their order; one warp a row.
+  __device__ void join_chunks(const SequenceItems& s, const SplitItem& item, int first_row, int step_rows) const {
     const int lane = threadIdx.x % 32;
     const int num_kv_heads = static_cast<int>(p.num_kv_heads);
     constexpr int kGroups = (kHeadDim / 4 + 31) / 32;  // of four channels a lane
     const int32_t end = min(item.row_begin + s.tile_rows, s.num_rows);
-    for (int32_t row = item.row_begin + static_cast<int32_t>(threadIdx.x / 32); row < end; row += kConsumerWarps) {
+    for (int32_t row = item.row_begin + first_row; row < end; row += step_rows) {
       const int64_t slot = scratch.slot(s, plan.group_size, num_kv_heads, row, item.kv_head, 0);
       float largest = -INFINITY;
       for (int chunk = lane; chunk < s.num_chunks; chunk += 32)
@@ -495,7 +513,7 @@ struct SplitBlock {
           denominator += weight * part.y;
         }
         const int count = min(32, s.num_chunks - first);
-#pragma unroll 8
+#pragma unroll 4
         for (int chunk = 0; chunk < count; ++chunk) {
           const float factor = __shfl_sync(0xffffffffu, weight, chunk);
           const auto* part = reinterpret_cast<const float4*>(scratch.parts + (slot + first + chunk) * kHeadDim);
@@ -521,10 +539,10 @@ struct SplitBlock {
       for (int group = 0; group < kGroups; ++group) {
         const int channel = (group * 32 + lane) * 4;
         if (channel >= kHeadDim) break;
-        store_out(offset + channel, empty_row ? 0.0f : sum[group].x * factor);
-        store_out(offset + channel + 1, empty_row ? 0.0f : sum[group].y * factor);
-        store_out(offset + channel + 2, empty_row ? 0.0f : sum[group].z * factor);
-        store_out(offset + channel + 3, empty_row ? 0.0f : sum[group].w * factor);
+        const float values[4] = {sum[group].x * factor, sum[group].y * factor, sum[group].z * factor,
+                                 sum[group].w * factor};
+        const float zeros[4] = {};
+        store_out(offset + channel, empty_row ? zeros : values);
       }
     }
   }
@@ -535,8 +553,20 @@ struct SplitBlock {
     uint32_t parity = 0;
   };
 
+  /// Counts a chunk whose parts the calling thread has seen written; true for the last one of the tile and head.
+  [[nodiscard]] __device__ bool count_chunk(const SequenceItems& s, const SplitItem& item) const {
+    __threadfence();  // parts to whoever counts last
+    const int64_t tile = s.geometry.sequence + (int64_t{s.geometry.row_begin} * plan.group_size) / kRowsPerWarp +
+                         item.row_begin / kRowsPerWarp;
+    uint32_t* semaphore = scratch.semaphores + tile * p.num_kv_heads + item.kv_head;
+    const bool last = fetch_increment(semaphore) == static_cast<uint32_t>(s.num_chunks - 1);
+    if (last) *semaphore = 0;  // for the next launch
+    return last;
+  }
+
+  /// is_final: the block's last item, so that all its warps are free to join chunks.
   template <bool kWide>
-  __device__ void run_item(const SequenceItems& s, const SplitItem& item, Ring* ring) const {
+  __device__ void run_item(const SequenceItems& s, const SplitItem& item, bool is_final, Ring* ring) const {
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
     LaneRows rows;
@@ -551,16 +581,18 @@ struct SplitBlock {
     sums.max[0] = sums.max[1] = -INFINITY;
     sums.denominator[0] = sums.denominator[1] = 0.0f;
     const int num_stages = item.num_stages();
-    const int tile_key = kWide ? 0 : warp * 16;
+    // Narrow: warps 0 and 1 take the halves of every even stage of the item, 2 and 3 those of every odd one.
     for (int i = 0; i < num_stages; ++i) {
-      barrier_wait(full(ring->stage), ring->parity);
-      constexpr int kKeys = kWide ? kKeysPerTile / 2 : 16;  // 64 keys of scores at once would not fit the registers
+      barrier_wait(full(ring->stage), ring->parity);  // also for who skips it: nobody may run a round ahead
+      if (kWide || i % 2 == warp / 2) {
 #pragma unroll 1
-      for (int part = 0; part < (kWide ? 2 : 1); ++part) {
-        const int first = tile_key + part * kKeys;
-        attend<kKeys>(s, rows, q, stage_address(ring->stage), item.tile_begin + i * kKeysPerTile + first, first, &sums);
+        for (int part = kWide ? 0 : warp % 2; part < (kWide ? 2 : warp % 2 + 1); ++part) {
+          const int first = part * kKeysPerStep;
+          attend<kKeysPerStep>(s, rows, q, stage_address(ring->stage), item.tile_begin + i * kKeysPerTile + first,
+                               first, &sums);
+        }
+        __syncwarp();  // all lanes have read the stage
       }
-      __syncwarp();  // all lanes have read the stage
       if (lane == 0) barrier_arrive(empty(ring->stage));
       if (++ring->stage == plan.num_stages) {
         ring->stage = 0;
@@ -576,30 +608,29 @@ struct SplitBlock {
     const bool writes = kWide || warp == 0;
     if (s.num_chunks == 1) {
       if (writes) store_result(s, item, rows, sums);
-      if constexpr (!kWide) named_barrier_sync<1, kConsumerThreads>();  // warp_sums and join are free again
       return;
     }
     if (writes) store_part(s, item, rows, sums);
-    named_barrier_sync<1, kConsumerThreads>();  // parts of all warps to thread 0
-    if (threadIdx.x == 0) {
-      __threadfence();  // parts to whoever counts last
-      const int64_t tile = s.geometry.sequence + (int64_t{s.geometry.row_begin} * plan.group_size) / kRowsPerWarp +
-                           item.row_begin / kRowsPerWarp;
-      uint32_t* semaphore = scratch.semaphores + tile * p.num_kv_heads + item.kv_head;
-      *is_last() = fetch_increment(semaphore) == static_cast<uint32_t>(s.num_chunks - 1) ? 1 : 0;
-      if (*is_last() != 0) *semaphore = 0;  // for the next launch
+    bool last = false;
+    if (kWide || is_final) {
+      named_barrier_sync<1, kConsumerThreads>();  // parts of all warps to thread 0
+      if (threadIdx.x == 0) *is_last() = count_chunk(s, item) ? 1 : 0;
+      named_barrier_sync<1, kConsumerThreads>();  // is_last to all
+      last = *is_last() != 0;
+    } else if (warp == 0) {  // the other warps are on their way to the next item
+      __syncwarp();          // parts of all lanes to lane 0
+      last = __shfl_sync(0xffffffffu, lane == 0 && count_chunk(s, item) ? 1 : 0, 0) != 0;
     }
-    named_barrier_sync<1, kConsumerThreads>();  // is_last to all
-    if (*is_last() != 0) join_chunks(s, item);
+    if (last) join_chunks(s, item, kWide || is_final ? warp : 0, kWide || is_final ? kConsumerWarps : 1);
   }
 
   __device__ void consume(ItemCursor cursor) const {
     Ring ring;
     for (; !cursor.done(); cursor.advance(p, plan, flags)) {
       if (cursor.sequence().num_rows <= kRowsPerWarp || plan.rows_per_tile == kRowsPerWarp) {
-        run_item<false>(cursor.sequence(), cursor.item(), &ring);
+        run_item<false>(cursor.sequence(), cursor.item(), cursor.is_final(), &ring);
       } else if constexpr (kHeadDim <= 192) {
-        run_item<true>(cursor.sequence(), cursor.item(), &ring);
+        run_item<true>(cursor.sequence(), cursor.item(), cursor.is_final(), &ring);
       }
     }
   }
@@ -614,7 +645,8 @@ struct SplitBlock {
       const int64_t row = owned + i / p.num_query_heads;
       const int64_t head = i % p.num_query_heads;
       const int64_t offset = row * p.out.row_stride + head * p.out.head_stride;
-      for (int channel = threadIdx.x % 32; channel < kHeadDim; channel += 32) store_out(offset + channel, 0.0f);
+      const float zero[1] = {};
+      for (int channel = threadIdx.x % 32; channel < kHeadDim; channel += 32) store_out(offset + channel, zero);
       if (threadIdx.x % 32 == 0 && p.lse.data != nullptr) {
         static_cast<float*>(p.lse.data)[row * p.lse.row_stride + head * p.lse.head_stride] = -INFINITY;
       }
@@ -632,7 +664,7 @@ __global__ void __launch_bounds__(kBlockThreads, kHeadDim <= 128 ? 2 : 1)
   const SplitBlock<Compute, Kv, kHeadDim> block{p, plan, flags, scratch, shared};
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < plan.num_stages; ++stage) {
-      barrier_init(block.full(stage), 32);
+      barrier_init(block.full(stage), 32 * kProducerWarps);
       barrier_init(block.empty(stage), kConsumerWarps);
     }
   }

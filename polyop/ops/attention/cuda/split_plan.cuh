@@ -99,6 +99,7 @@ class ItemCursor {
   }
 
   [[nodiscard]] __device__ bool done() const { return left_ <= 0; }
+  [[nodiscard]] __device__ bool is_final() const { return left_ == 1; }
   [[nodiscard]] __device__ const SequenceItems& sequence() const { return items_; }
   [[nodiscard]] __device__ const SplitItem& item() const { return item_; }
 

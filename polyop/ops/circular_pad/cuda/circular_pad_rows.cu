@@ -1,8 +1,9 @@
 // circular_pad_rows: each output row is one run of the input row with its two ends wrapped around.
 // Math      out[..., i] = x[..., (i - left) mod extent]; a copy, no arithmetic
 // Shapes    x [X...] · out [X + pads...], rank 0 to 8, elements of 1, 2, 4 or 8 bytes, any strides
-// Work      one warp a row, in turns: 16-byte stores on the output's own 16-byte grid, each fed by element loads (a row
-//           of x stands at another offset of that grid); ends of a row and wrapped elements one by one
+// Work      one warp a row, in turns: 16-byte stores on the output's own 16-byte grid, each fed by the one or two
+// 16-byte
+//           blocks of x that hold its bytes, shifted into place; ends of a row and wrapped elements one by one
 // Memory    each element of out written once, each element of x read once from device memory (repeats hit a cache)
 // Roofline  bandwidth: (bytes of out + bytes of x) / copy rate; target 92% of a plain copy
 // Numerics  bits are copied
@@ -21,6 +22,29 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kBlocksPerMultiprocessor = 8;
 
 // ---- device helpers -------------------------------------------------------------------------------------------------
+
+/// The 16 bytes from `address` on, by the one or two aligned 16-byte blocks that hold them. All lanes that work on one
+/// row are equally far from such a block, so the branches do not diverge.
+__device__ uint4 load_unaligned(const void* address) {
+  const auto bits = reinterpret_cast<uintptr_t>(address);
+  const auto* block = reinterpret_cast<const uint4*>(bits & ~uintptr_t{15});
+  const auto offset = static_cast<unsigned>(bits & 15);
+  const uint4 low = __ldg(block);
+  if (offset == 0) return low;
+  const uint4 high = __ldg(block + 1);
+  const unsigned shift = offset % 4 * 8;
+  const auto join = [shift](uint32_t a, uint32_t b) { return __funnelshift_r(a, b, shift); };
+  switch (offset / 4) {
+    case 0:
+      return {join(low.x, low.y), join(low.y, low.z), join(low.z, low.w), join(low.w, high.x)};
+    case 1:
+      return {join(low.y, low.z), join(low.z, low.w), join(low.w, high.x), join(high.x, high.y)};
+    case 2:
+      return {join(low.z, low.w), join(low.w, high.x), join(high.x, high.y), join(high.y, high.z)};
+    default:
+      return {join(low.w, high.x), join(high.x, high.y), join(high.y, high.z), join(high.z, high.w)};
+  }
+}
 
 /// Element offsets of an output row and of the row of x it repeats.
 struct RowOffsets {
@@ -84,8 +108,8 @@ __global__ void __launch_bounds__(kThreads) circular_pad_rows_kernel(const Circu
       const int64_t source = first - left;
       Vector<Element, kPerStore> vector;
       if (source >= 0 && source + kPerStore <= x_width) {
-#pragma unroll
-        for (int i = 0; i < kPerStore; ++i) vector.values[i] = __ldg(from + source + i);
+        const uint4 bytes = load_unaligned(from + source);
+        vector = *reinterpret_cast<const Vector<Element, kPerStore>*>(&bytes);
       } else {
 #pragma unroll
         for (int i = 0; i < kPerStore; ++i) vector.values[i] = element(first + i);

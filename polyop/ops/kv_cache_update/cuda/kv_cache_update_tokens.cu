@@ -37,6 +37,28 @@ struct Flags {
 
 // ---- device helpers -------------------------------------------------------------------------------------------------
 
+/// x / scale, correctly rounded: a reciprocal and one correction (Markstein) where neither over- nor underflows.
+class Divisor {
+ public:
+  __device__ explicit Divisor(float scale) : scale_(scale) {
+    reciprocal_ = __frcp_rn(scale);
+    is_plain_ = fabsf(scale) > 0x1p-60f && fabsf(scale) < 0x1p60f;
+  }
+
+  [[nodiscard]] __device__ float divide(float x) const {
+    if (!is_plain_) return __fdiv_rn(x, scale_);
+    const float quotient = __fmul_rn(x, reciprocal_);
+    // Below 2^-60 the remainder could be rounded; all such quotients store as 0. Infinities have no remainder.
+    if (!(fabsf(quotient) > 0x1p-60f && fabsf(quotient) < 0x1p60f)) return quotient;
+    return fmaf(fmaf(-quotient, scale_, x), reciprocal_, quotient);
+  }
+
+ private:
+  float scale_ = 1.0f;
+  float reciprocal_ = 1.0f;
+  bool is_plain_ = true;
+};
+
 /// Where a token's row stands in the cache.
 struct CacheRow {
   int64_t page = 0;
@@ -116,11 +138,12 @@ __global__ void __launch_bounds__(kThreads)
       if (first + i * 32 >= vectors_per_plane) break;
       Cache* address = to + head[i] * plane.cache_head_stride + channel[i];
       if constexpr (kQuantizes) {
-        const float scale = plane.scale == nullptr ? 1.0f : plane.scale[head[i] * plane.scale_stride];
+        const Divisor divisor(plane.scale == nullptr ? 1.0f : plane.scale[head[i] * plane.scale_stride]);
         Vector<Cache, kWidth> stored;
 #pragma unroll
-        for (int j = 0; j < kWidth; ++j)
-          stored.values[j] = from_float<Cache>(__fdiv_rn(to_float(data[i].values[j]), scale));
+        for (int j = 0; j < kWidth; ++j) {
+          stored.values[j] = from_float<Cache>(divisor.divide(to_float(data[i].values[j])));
+        }
         store_vector(address, stored);
       } else {
         store_vector(address, data[i]);

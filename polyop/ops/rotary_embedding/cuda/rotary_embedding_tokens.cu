@@ -63,13 +63,6 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t token = piece / pieces_per_token;
   if (token >= p.num_tokens) return;
   const int64_t first_head = (piece - token * pieces_per_token) * heads_per_pass * kHeadsPerLane;
-  const int64_t position = p.position(token);
-  if (position < 0 || position >= p.num_positions) {
-    if (position_flag != nullptr) *position_flag = 1;
-    return;
-  }
-  const float* cosines = p.cos_sin + position * p.cos_sin_stride;
-  const float* sines = cosines + p.rotary_dim / 2;
   // More than 32 slots a head: the lane takes several, each over all its heads.
   for (int slot = slots >= 32 ? lane : lane % slots; slot < slots; slot += 32) {
     if (slots < 32 && lane >= heads_per_pass * slots) break;
@@ -87,6 +80,14 @@ __global__ void __launch_bounds__(kThreads)
       a[i] = *reinterpret_cast<const Vector<T, kWidth>*>(at.x + low);
       b[i] = *reinterpret_cast<const Vector<T, kWidth>*>(at.x + high);
     }
+    // The heads are on their way while the position and its angles are looked up.
+    const int64_t position = p.position(token);
+    if (position < 0 || position >= p.num_positions) {
+      if (position_flag != nullptr) *position_flag = 1;
+      return;
+    }
+    const float* cosines = p.cos_sin + position * p.cos_sin_stride;
+    const float* sines = cosines + p.rotary_dim / 2;
     float c[kWidth];
     float s[kWidth];
 #pragma unroll
