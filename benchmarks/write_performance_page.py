@@ -44,7 +44,8 @@ def page(report: dict, source: str, notes: str) -> str:
         f"before {report['clocks_before']}, after {report['clocks_after']}. Copy of 1 GiB: {copy / 1e12:.2f} TB/s, "
         "bytes read and written.",
         "",
-        "Results were checked before they were timed; the notes name exceptions. A time is the median of 15 replays of a captured call, best of "
+        "Results were checked before they were timed; the notes name exceptions. A time is the "
+        "median of 15 replays of a captured call, best of "
         "three rounds in which the implementations take turns; working sets under 100 MB start with a cold "
         "second-level cache. A replay's own overhead of some microseconds is in every figure, on both sides. Ratio is "
         "peer time / our time, above 1 means ours is faster. bf16 where no dtype is named; page=0 is a dense cache.",
