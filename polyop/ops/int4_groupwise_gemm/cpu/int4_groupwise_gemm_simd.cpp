@@ -24,11 +24,12 @@
 //           DRAM gives a core of a loaded server. Large M bound by 2 FMAs a cycle: a group of Kg depths costs Kg / 4
 //           FMAs a vector and one more for its scale, so at most 89 / 94 / 97 % of peak at Kg 32 / 64 / 128.
 // Numerics  weights exact in f32, scales widened exactly; error bound in README.md; deterministic
-// Limits    Kg a multiple of 16, at most 256; any N, K, M; SSSE3 or newer, NEON · See ../README.md
+// Limits    Kg a multiple of 16, at most 256; any N, K, M; SSE4 or newer, NEON · See ../README.md
 //
 // The group sum is kept unscaled because scaling every weight instead costs M = 1 eight more multiplications a vector
 // (15.5 cycles), and large M gains only the scale FMA.
-#define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)  // tiles are arrays of vectors
+// Tiles are arrays of vectors, which scalable ones cannot be; SSSE3 without SSE4 is worth no compile time.
+#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "polyop/ops/int4_groupwise_gemm/cpu/int4_groupwise_gemm_simd.cpp"
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
@@ -322,7 +323,7 @@ Status supports_int4_groupwise_gemm_simd(const Int4GroupwiseGemmProblem& problem
     return unsupported("group_size is " + std::to_string(problem.group_size) + ", wanted a multiple of 16 up to " +
                        std::to_string(kMaxGroupSize));
   }
-  if (!HWY_DYNAMIC_DISPATCH(int4_groupwise_gemm_has_vectors)()) return unsupported("the processor lacks SSSE3 or NEON");
+  if (!HWY_DYNAMIC_DISPATCH(int4_groupwise_gemm_has_vectors)()) return unsupported("the processor lacks SSE4 or NEON");
   return Status::ok();
 }
 
