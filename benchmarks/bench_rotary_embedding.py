@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from common import Row, describe, print_rows, read_shapes, require_close, time_in_turns
+from common import Row, print_rows, require_close, time_in_turns
+from shapes_file import describe, read_shapes
 
 import polyop
 

@@ -16,17 +16,6 @@ from rich.console import Console
 from rich.table import Table
 
 NUM_THREADS = len(os.sched_getaffinity(0))
-SHAPES = Path(__file__).resolve().parent / "shapes"
-
-
-def read_shapes(name: str) -> list[dict[str, int | str]]:
-    """The cases of shapes/<name>.txt: one a line, as key=value pairs; numbers become int; # starts a comment."""
-    cases = []
-    for line in (SHAPES / f"{name}.txt").read_text(encoding="utf-8").splitlines():
-        pairs = [pair.split("=") for pair in line.split("#")[0].split()]
-        if pairs:
-            cases.append({key: int(value) if value.lstrip("-").isdigit() else value for key, value in pairs})
-    return cases
 
 
 def time_in_turns(
@@ -105,10 +94,6 @@ def processor_name() -> str:
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.machine()
-
-
-def describe(case: dict[str, int | str]) -> str:
-    return " ".join(f"{key}={value}" for key, value in case.items())
 
 
 def require_close(name: str, got: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
