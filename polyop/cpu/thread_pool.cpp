@@ -7,24 +7,30 @@
 #include <cstdlib>
 #include <limits>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 namespace polyop::cpu {
 namespace {
 
-// A worker that finds no job spins this many rounds (about 200 us) before it sleeps: the gap between two operators of a
+// A worker that finds no job spins this many pauses (about 200 us) before it sleeps: the gap between two operators of a
 // decode step is some ten microseconds of Python, and a futex wake costs more than that.
-constexpr int kSpinRounds = 10000;
-
-// Empty iterations in a round. There is no PAUSE among them on purpose: a hypervisor takes the processor away from a
-// guest that executes PAUSE in a loop (pause-loop exiting), and the worker then comes later than from a futex.
-constexpr int kIterationsInRound = 50;
+constexpr int kSpinPauses = 3000;
 
 thread_local bool inside_task = false;
 
 // Threads do not survive fork(): a child runs everything on the caller.
 std::atomic<bool> forked_child{false};
 
-void spin_round() {
-  for (int i = 0; i < kIterationsInRound; ++i) asm volatile("");
+// The pause matters most where two processors are one core's hyperthreads, as in many virtual machines: a loop without
+// it takes execution slots from the caller that works. (docs/performance_cpu.md has the measurement.)
+void spin_pause() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
 }
 
 int default_num_threads() {
@@ -111,8 +117,8 @@ void ThreadPool::worker_main(int thread) {
     int spins = 0;
     uint32_t current = job_number_.load(std::memory_order_acquire);
     while (current == seen) {
-      if (++spins < kSpinRounds) {
-        spin_round();
+      if (++spins < kSpinPauses) {
+        spin_pause();
       } else {
         job_number_.wait(seen, std::memory_order_acquire);
       }
@@ -131,7 +137,7 @@ void ThreadPool::run_job(uint32_t num_tasks) {
   job_number_.notify_all();
   while (claim(job, 0)) {
   }
-  while (done_.load(std::memory_order_acquire) != num_tasks) spin_round();
+  while (done_.load(std::memory_order_acquire) != num_tasks) spin_pause();
 }
 
 void ThreadPool::run(int64_t num_tasks, TaskFn fn, void* context) {
