@@ -292,11 +292,6 @@ namespace {
 HWY_EXPORT(run_task);
 HWY_EXPORT(merge_split);
 
-Status check_dtype(const char* operand, DType dtype) {
-  if (dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16) return Status::ok();
-  return unsupported(std::string(operand) + " is " + std::string(dtype_name(dtype)) + ", wanted f32, f16 or bf16");
-}
-
 }  // namespace
 
 Status supports_flash_attention(const AttentionProblem& problem) {
@@ -306,10 +301,7 @@ Status supports_flash_attention(const AttentionProblem& problem) {
   if (problem.operand_scale != 1.0f) return unsupported("q and k are scaled in their own dtype");
   if (problem.mask.data != nullptr) return unsupported("it takes no dense mask");
   if (problem.tree_mask.words != nullptr) return unsupported("it takes no tree_mask");
-  POLYOP_RETURN_IF_ERROR(check_dtype("q", problem.q.dtype));
-  POLYOP_RETURN_IF_ERROR(check_dtype("k", problem.k.dtype));
-  POLYOP_RETURN_IF_ERROR(check_dtype("v", problem.v.dtype));
-  POLYOP_RETURN_IF_ERROR(check_dtype("out", problem.out.dtype));
+  POLYOP_RETURN_IF_ERROR(check_float_operands(problem));
   if (problem.k_scale.data != nullptr || problem.v_scale.data != nullptr) {
     return unsupported("it takes no k_scale or v_scale");
   }

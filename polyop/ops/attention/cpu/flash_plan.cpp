@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <string>
 
 #include "polyop/cpu/thread_pool.h"
 
@@ -189,6 +190,17 @@ void list_key_addresses(const AttentionProblem& problem, const HeadRows& rows, i
     const std::byte* address = problem.key_address(rows, sequence, key, kv_head);
     for (; key < run_end; ++key, address += row_bytes) *addresses++ = address;
   }
+}
+
+Status check_float_operands(const AttentionProblem& problem) {
+  const auto check = [](const char* operand, DType dtype) {
+    if (dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16) return Status::ok();
+    return unsupported(std::string(operand) + " is " + std::string(dtype_name(dtype)) + ", wanted f32, f16 or bf16");
+  };
+  POLYOP_RETURN_IF_ERROR(check("q", problem.q.dtype));
+  POLYOP_RETURN_IF_ERROR(check("k", problem.k.dtype));
+  POLYOP_RETURN_IF_ERROR(check("v", problem.v.dtype));
+  return check("out", problem.out.dtype);
 }
 
 }  // namespace polyop::cpu

@@ -6,6 +6,7 @@
 #include <span>
 
 #include "polyop/core/kernel_list.h"
+#include "polyop/core/status.h"
 #include "polyop/ops/attention/attention_problem.h"
 
 namespace polyop::cpu {
@@ -90,5 +91,8 @@ void clear_rows_without_sequence(const AttentionProblem& problem);
 /// Addresses of element 0 of one kv head of the keys [begin, end) of a sequence, walking pages without a division each.
 void list_key_addresses(const AttentionProblem& problem, const HeadRows& rows, int64_t sequence, int64_t kv_head,
                         int64_t begin, int64_t end, const std::byte** addresses);
+
+/// kUnsupported, naming the operand, unless q, k, v and out are f32, f16 or bf16: what every SIMD kernel here wants.
+Status check_float_operands(const AttentionProblem& problem);
 
 }  // namespace polyop::cpu

@@ -382,18 +382,10 @@ namespace {
 
 HWY_EXPORT(run_task);
 
-Status check_dtype(const char* operand, DType dtype) {
-  if (dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16) return Status::ok();
-  return unsupported(std::string(operand) + " is " + std::string(dtype_name(dtype)) + ", wanted f32, f16 or bf16");
-}
-
 }  // namespace
 
 Status supports_row_attention(const AttentionProblem& problem) {
-  POLYOP_RETURN_IF_ERROR(check_dtype("q", problem.q.dtype));
-  POLYOP_RETURN_IF_ERROR(check_dtype("k", problem.k.dtype));
-  POLYOP_RETURN_IF_ERROR(check_dtype("v", problem.v.dtype));
-  POLYOP_RETURN_IF_ERROR(check_dtype("out", problem.out.dtype));
+  POLYOP_RETURN_IF_ERROR(check_float_operands(problem));
   if (problem.k_scale.data != nullptr || problem.v_scale.data != nullptr) {
     return unsupported("it takes no k_scale or v_scale");
   }
