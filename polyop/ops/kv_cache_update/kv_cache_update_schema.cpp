@@ -1,4 +1,4 @@
-#include <string>
+#include <string_view>
 
 #include "polyop/core/op_registry.h"
 #include "polyop/ops/kv_cache_update/kv_cache_update.h"
@@ -122,40 +122,16 @@ OpSchema make_schema() {
 
 KvCachePlane make_plane(const BoundCall& call, int cache_operand, int update_operand, int scale_operand) {
   const bool is_paged = call.attributes[kCacheForm].integer == 0;
-  const bool is_packed = call.attributes[kUpdateForm].integer == 0;
-  const TensorView& cache = call.tensor(cache_operand);
-  const TensorView& update = call.tensor(update_operand);
-  KvCachePlane plane = {.cache = cache.data,
-                        .page_stride = cache.strides[0],
-                        .row_stride = cache.strides[is_paged ? 1 : 2],
-                        .cache_head_stride = cache.strides[is_paged ? 2 : 1],
-                        .update = update.data,
-                        .update_sequence_stride = is_packed ? 0 : update.strides[0],
-                        .update_token_stride = update.strides[is_packed ? 0 : 1],
-                        .update_head_stride = update.strides[is_packed ? 1 : 2]};
-  if (call.has(scale_operand)) {
-    const TensorView& scale = call.tensor(scale_operand);
-    plane.scale = static_cast<const float*>(scale.data);
-    plane.scale_stride = scale.rank == 1 && scale.shape[0] > 1 ? scale.strides[0] : 0;
-  }
-  return plane;
+  return make_kv_cache_plane(call.tensor(cache_operand), is_paged, call.tensor(update_operand),
+                             call.operands[scale_operand]);
 }
 
 Status check_dtypes(const BoundCall& call) {
-  const DType cache_dtype = call.tensor(kKCache).dtype;
-  const DType update_dtype = call.tensor(kK).dtype;
-  const bool is_quantized = cache_dtype == DType::kF8E4M3 || cache_dtype == DType::kI8;
-  if (!is_quantized && update_dtype != cache_dtype) {
-    return invalid_argument("kv_cache_update: k is " + std::string(dtype_name(update_dtype)) + ", wanted " +
-                            std::string(dtype_name(cache_dtype)) + " as k_cache");
-  }
-  for (const int scale : {kKScale, kVScale}) {
-    if (call.has(scale) && !is_quantized) {
-      return invalid_argument("kv_cache_update: " + call.schema->operands()[scale].name +
-                              " is given, but belongs only to a cache of f8e4m3 or i8; k_cache is " +
-                              std::string(dtype_name(cache_dtype)));
-    }
-  }
+  std::string_view scale_name;
+  if (call.has(kVScale)) scale_name = "v_scale";
+  if (call.has(kKScale)) scale_name = "k_scale";
+  POLYOP_RETURN_IF_ERROR(
+      check_kv_cache_dtypes("kv_cache_update", call.tensor(kKCache).dtype, call.tensor(kK).dtype, scale_name));
   if (call.has(kVScale) && !call.has(kVCache)) {
     return invalid_argument("kv_cache_update: v_scale is given without v_cache");
   }

@@ -73,16 +73,15 @@ Status make_problem(const BoundCall& call, RotaryEmbeddingProblem* problem) {
                             ", wanted at least T = " + std::to_string(q.shape[0]) +
                             ": without position_ids token t has position t");
   }
-  *problem = {.heads = {heads_of(q, call.tensor(kQOut))},
-              .num_inputs = 1,
-              .dtype = q.dtype,
-              .num_tokens = q.shape[0],
-              .head_dim = q.shape[2],
-              .rotary_dim = cos_sin.shape[1],
-              .interleaved = call.attributes[kInterleaved].integer != 0,
-              .cos_sin = static_cast<const float*>(cos_sin.data),
-              .cos_sin_stride = cos_sin.strides[0],
-              .num_positions = cos_sin.shape[0]};
+  problem->heads[0] = heads_of(q, call.tensor(kQOut));
+  problem->dtype = q.dtype;
+  problem->num_tokens = q.shape[0];
+  problem->head_dim = q.shape[2];
+  problem->rotary_dim = cos_sin.shape[1];
+  problem->interleaved = call.attributes[kInterleaved].integer != 0;
+  problem->cos_sin = static_cast<const float*>(cos_sin.data);
+  problem->cos_sin_stride = cos_sin.strides[0];
+  problem->num_positions = cos_sin.shape[0];
   if (call.has(kK)) {
     problem->heads[1] = heads_of(call.tensor(kK), call.tensor(kKOut));
     problem->num_inputs = 2;
