@@ -194,6 +194,76 @@ def kv_cache_update(
     nothing is written then.
     """
 
+def qk_norm_rope_append(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cos_sin: Tensor,
+    update_offsets: Tensor,
+    write_positions: Tensor | None = None,
+    page_table: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    epsilon: float = 1e-06,
+    interleaved: bool = False,
+    cache_form: Literal["paged", "linear"] = "paged",
+    q_out: Tensor | None = None,
+) -> Tensor:
+    """RMS norm of each query and key head (optional), rotary embedding of both, and the append of keys and values
+    to a paged or linear cache, in one call. Every other element of the cache keeps its bits. A token without a
+    slot (position_ids -1, or a row from update_offsets[B] on) is left out before anything of it is read.
+
+    Operands:
+      q: [T, Hq, D]; f32, f16, bf16
+          queries
+      k: [T, Hkv, D]; as q
+          keys before norm and rotation; left as they are
+      v: [T, Hkv, D]; as q
+          values
+      k_cache: [P, R, Hkv, D] (cache_form = paged) or [B, Hkv, Lmax, D] (cache_form = linear); f32, f16, bf16,
+          f8e4m3, i8 (written in place)
+          key cache: pages, or one row of positions a sequence; of q's dtype, f8e4m3 or i8
+      v_cache: [P, R, Hkv, D] (cache_form = paged) or [B, Hkv, Lmax, D] (cache_form = linear); as k_cache
+          (written in place)
+          value cache
+      cos_sin: [Lrot, Drot]; f32
+          row p: Drot/2 cosines, then Drot/2 sines of the angles of position p
+      update_offsets: [B + 1]; i32
+          tokens of sequence b are rows update_offsets[b] to update_offsets[b + 1] of q, k and v
+      write_positions: [B]; i32 (optional)
+          cache position of each sequence's first token; absent: 0
+      page_table: [B, W]; i32 (optional)
+          page of each run of R positions of each sequence; only the pages written to are read from it
+      position_ids: [T]; i32, i64 (optional)
+          position of each token in cos_sin, -1: no slot; absent: its position in the cache
+      q_norm_weight: [D]; f32, as q (optional)
+          weight of the RMS norm of each query head; absent: no norm
+      k_norm_weight: [D]; f32, as q (optional)
+          weight of the RMS norm of each key head
+      k_scale: [Hkv]; f32 (optional)
+          an f8e4m3 or i8 cache stores k / k_scale; absent: 1
+      v_scale: [Hkv]; f32 (optional)
+          an f8e4m3 or i8 cache stores v / v_scale; absent: 1
+      q_out: [T, Hq, D]; as q (output)
+          normed and rotated queries; may be q itself; rows of tokens without a slot keep their bits
+
+    Attributes:
+      epsilon (float, default 1e-06): added to the mean square of a head; at least 0
+      interleaved (bool, default False): true: pairs are channels (2j, 2j + 1); false: they are (j, j + Drot/2),
+          the half-split form
+      cache_form (paged | linear, default paged): paged: k_cache [P, R, Hkv, D] and a page_table; linear:
+          k_cache [B, Hkv, Lmax, D]
+
+    Raises ValueError when an argument breaks the schema, NotImplementedError when no kernel takes the call;
+    nothing is written then.
+    """
+
 def rotary_embedding(
     q: Tensor,
     k: Tensor | None,

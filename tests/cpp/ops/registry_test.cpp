@@ -16,7 +16,8 @@ std::filesystem::path ops_folder() {
 }
 
 TEST(Registry, HoldsTheOperatorsOfTheLibrary) {
-  for (const char* name : {"attention", "circular_pad", "int4_groupwise_gemm", "kv_cache_update", "rotary_embedding"}) {
+  for (const char* name : {"attention", "circular_pad", "int4_groupwise_gemm", "kv_cache_update", "qk_norm_rope_append",
+                           "rotary_embedding"}) {
     EXPECT_NE(operators().find(name), nullptr) << name;
   }
   EXPECT_EQ(operators().find("no_such_operator"), nullptr);

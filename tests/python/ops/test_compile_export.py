@@ -20,13 +20,29 @@ class PagedLayer(torch.nn.Module):
         self.register_buffer("scales", torch.rand(2, HQ * D, generator=generator).half())
         self.register_buffer("cos_sin", torch.rand(64, D, generator=generator))
 
-    def forward(self, q, k, v, k_pages, v_pages, offsets, positions, lengths, table, ids):
+    def rotate_and_append(self, q, k, v, k_pages, v_pages, offsets, positions, table, ids):
         q, k = CALLS.rotary_embedding(q, k, self.cos_sin, ids)
         CALLS.kv_cache_update(
             k_pages, v_pages, k, v, update_offsets=offsets, write_positions=positions, page_table=table
         )
+        return q
+
+    def forward(self, q, k, v, k_pages, v_pages, offsets, positions, lengths, table, ids):
+        q = self.rotate_and_append(q, k, v, k_pages, v_pages, offsets, positions, table, ids)
         out, _ = CALLS.attention(q, k_pages, v_pages, query_offsets=offsets, kv_lengths=lengths, page_table=table)
         return CALLS.int4_groupwise_gemm(out.flatten(1), self.qweight, self.scales, 32)
+
+
+class JoinedLayer(PagedLayer):
+    """The same step with rotation and append in one call."""
+
+    def rotate_and_append(self, q, k, v, k_pages, v_pages, offsets, positions, table, ids):
+        return CALLS.qk_norm_rope_append(
+            q, k, v, k_pages, v_pages, self.cos_sin, offsets, positions, table, position_ids=ids
+        )
+
+
+LAYERS = [PagedLayer, JoinedLayer]
 
 
 def arguments(lengths):
@@ -52,14 +68,15 @@ def assert_same(function, lengths):
         assert torch.equal(mine, theirs), "the caches must be written alike"
 
 
-@pytest.mark.parametrize("backend", ["aot_eager"])
-def test_layer_compiles_whole_with_dynamic_batch_and_length(backend):
-    function = torch.compile(PagedLayer(), backend=backend, fullgraph=True, dynamic=True)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_layer_compiles_whole_with_dynamic_batch_and_length(layer):
+    function = torch.compile(layer(), backend="aot_eager", fullgraph=True, dynamic=True)
     for lengths in ([3, 2], [5, 1, 4], [1, 1, 1, 1]):
         assert_same(function, lengths)
 
 
-def test_layer_exports_with_dynamic_batch_and_length():
+@pytest.mark.parametrize("layer", LAYERS)
+def test_layer_exports_with_dynamic_batch_and_length(layer):
     batch, tokens = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("tokens", min=1, max=4096)
     per_token, per_sequence = {0: tokens}, {0: batch}
     shapes = (
@@ -74,7 +91,7 @@ def test_layer_exports_with_dynamic_batch_and_length():
         per_sequence,
         per_token,
     )
-    program = torch.export.export(PagedLayer(), arguments([3, 2, 4]), dynamic_shapes=shapes)
+    program = torch.export.export(layer(), arguments([3, 2, 4]), dynamic_shapes=shapes)
     for lengths in ([2, 2, 2], [5, 1], [1, 7, 2, 3]):
         assert_same(program.module(), lengths)
 

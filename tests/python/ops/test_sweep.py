@@ -58,6 +58,22 @@ HINTS: dict[str, Hints] = {
         distinct=frozenset({"page_table"}),
         repairs={"update_offsets": keep_within_capacity, "write_positions": keep_writes_within_capacity},
     ),
+    "qk_norm_rope_append": Hints(
+        extents={
+            "B": (0, 3),
+            "T": (0, 9),
+            "P": (12, 15),
+            "R": (1, 4),
+            "W": (1, 4),
+            "Lmax": (3, 9),
+            "Lrot": (16, 18),
+            "Hq": (0, 4),
+            "Hkv": (1, 3),
+            "D": (8, 70),
+        },
+        distinct=frozenset({"page_table"}),
+        repairs={"update_offsets": keep_within_capacity, "write_positions": keep_writes_within_capacity},
+    ),
     "rotary_embedding": Hints(extents={"T": (0, 5), "Hq": (1, 4), "Hkv": (1, 2), "D": (8, 70), "Lmax": (5, 9)}),
     "attention": Hints(
         extents={
@@ -101,6 +117,25 @@ def rotary_bound(call: Call, expected: torch.Tensor) -> torch.Tensor:
     largest = max(t.double().abs().max().item() if t is not None and t.numel() else 0.0 for t in (a["q"], a["k"]))
     table = a["cos_sin"].double().abs().max().item() if a["cos_sin"].numel() else 0.0
     return output_bound(expected, expected.dtype, 6 * U32 * largest * max(table, 1.0))
+
+
+def append_bound(call: Call, expected: torch.Tensor) -> torch.Tensor | float:
+    """As rotary_bound, with D / 2 + 6 more roundings and at most sqrt(D) max|w| as the largest x after a norm. In a
+    quantized cache a value beside the middle of two codes may take either."""
+    if expected.dtype == torch.int8:
+        return 1.0
+    if expected.dtype == torch.float8_e4m3fn:
+        return (expected.double().abs().nan_to_num() / 8).clamp_min(2.0**-9)
+    a = call.arguments
+    rounds, largest = 3.0, max(t.double().abs().max().item() if t.numel() else 0.0 for t in (a["q"], a["k"]))
+    if a["q_norm_weight"] is not None:
+        width = a["q"].shape[-1]
+        rounds += width / 2 + 6
+        largest = math.sqrt(width) * max(
+            a[name].double().abs().max().item() for name in ("q_norm_weight", "k_norm_weight")
+        )
+    table = a["cos_sin"].double().abs().max().item() if a["cos_sin"].numel() else 0.0
+    return output_bound(expected, expected.dtype, 2 * rounds * U32 * largest * max(table, 1.0))
 
 
 def gemm_bound(call: Call, expected: torch.Tensor) -> torch.Tensor:
@@ -167,6 +202,7 @@ def trt_attention_bound(call: Call, expected: torch.Tensor) -> torch.Tensor:
 BOUNDS = {
     "trt_attention": trt_attention_bound,
     "trt_quantized_attention": trt_attention_bound,
+    "qk_norm_rope_append": append_bound,
     "rotary_embedding": rotary_bound,
     "int4_groupwise_gemm": gemm_bound,
     "attention": attention_bound,

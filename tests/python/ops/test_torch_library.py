@@ -25,6 +25,18 @@ def example(name):
             (torch.rand(3, 4, 8), torch.rand(3, 2, 8), torch.rand(16, 8)),
             {"position_ids": i32([0, 5, 15])},
         ),
+        "qk_norm_rope_append": lambda: (
+            (
+                torch.rand(3, 4, 8),
+                torch.rand(3, 2, 8),
+                torch.rand(3, 2, 8),
+                torch.zeros(4, 2, 2, 8),
+                torch.zeros(4, 2, 2, 8),
+                torch.rand(16, 8),
+                i32([0, 1, 3]),
+            ),
+            {"write_positions": i32([0, 1]), "q_norm_weight": torch.rand(8), "k_norm_weight": torch.rand(8), **table},
+        ),
         "attention": lambda: (
             (torch.rand(3, 4, 8), torch.rand(4, 2, 2, 8), torch.rand(4, 2, 2, 8)),
             {"query_offsets": i32([0, 1, 3]), "kv_lengths": i32([3, 2]), **table},
