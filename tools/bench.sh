@@ -22,7 +22,7 @@ if ! $python -c 'import llama_cpp' 2>/dev/null; then
 fi
 
 cmake --build --preset "${PRESET:-cpu}" --target benchmarks
-names="${BENCH:-circular_pad kv_cache_update rotary_embedding attention int4_groupwise_gemm call_overhead model}"
+names="${BENCH:-circular_pad kv_cache_update rotary_embedding qk_norm_rope_append attention int4_groupwise_gemm call_overhead model}"
 for name in $names; do
   echo "==> $name"
   $python "benchmarks/bench_$name.py"

@@ -50,11 +50,4 @@ Status qk_norm_rope_append_tokens(const QkNormRopeAppendProblem& problem, Worksp
 
 }  // namespace cpu
 
-namespace cuda {
-
-/// One launch, a warp for each head of a token, 16-byte accesses; takes every call. Tokens with a position outside
-/// cos_sin are left out and flagged, as are rows outside the cache.
-Status qk_norm_rope_append_heads(const QkNormRopeAppendProblem& problem, Workspace workspace, Stream stream);
-
-}  // namespace cuda
 }  // namespace polyop

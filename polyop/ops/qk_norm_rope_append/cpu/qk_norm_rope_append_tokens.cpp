@@ -35,23 +35,19 @@ namespace HWY_NAMESPACE {
 // ---- rows -----------------------------------------------------------------------------------------------------------
 
 /// Reads channels times `factor` times their weight.
-template <class T>
+template <class T, class Weight>
 struct NormedRow {
   using Element = T;
   const T* x;
-  HeadNorm norm;
+  const Weight* weight;
   float factor;
 
   template <class D>
   HWY_INLINE hn::Vec<D> load(D d, int64_t channel) const {
-    const auto weight = norm.weight_dtype == DType::kF32 ? load_f32(d, static_cast<const float*>(norm.weight) + channel)
-                                                         : load_f32(d, static_cast<const T*>(norm.weight) + channel);
-    return hn::Mul(hn::Mul(load_f32(d, x + channel), hn::Set(d, factor)), weight);
+    return hn::Mul(hn::Mul(load_f32(d, x + channel), hn::Set(d, factor)), load_f32(d, weight + channel));
   }
   [[nodiscard]] float load_one(int64_t channel) const {
-    const float weight = norm.weight_dtype == DType::kF32 ? static_cast<const float*>(norm.weight)[channel]
-                                                          : to_float(static_cast<const T*>(norm.weight)[channel]);
-    return to_float(x[channel]) * factor * weight;
+    return to_float(x[channel]) * factor * to_float(weight[channel]);
   }
 };
 
@@ -100,10 +96,15 @@ HWY_INLINE void norm_and_rotate(const QkNormRopeAppendProblem& problem, const He
                                 const T* x, const To& to) {
   const int64_t head_dim = problem.append.head_dim;
   if (norm.weight == nullptr) {
-    rotate_row(problem.rotary, cosines, head_dim, PlainRow<T>{x}, to);
+    return rotate_row(problem.rotary, cosines, head_dim, PlainRow<T>{x}, to);
+  }
+  const float mean = sum_of_squares(x, head_dim) / static_cast<float>(head_dim);
+  const float factor = 1.0f / std::sqrt(mean + problem.epsilon);
+  if (norm.weight_dtype == DType::kF32) {
+    const NormedRow<T, float> from = {.x = x, .weight = static_cast<const float*>(norm.weight), .factor = factor};
+    rotate_row(problem.rotary, cosines, head_dim, from, to);
   } else {
-    const float mean = sum_of_squares(x, head_dim) / static_cast<float>(head_dim);
-    const NormedRow<T> from = {.x = x, .norm = norm, .factor = 1.0f / std::sqrt(mean + problem.epsilon)};
+    const NormedRow<T, T> from = {.x = x, .weight = static_cast<const T*>(norm.weight), .factor = factor};
     rotate_row(problem.rotary, cosines, head_dim, from, to);
   }
 }
