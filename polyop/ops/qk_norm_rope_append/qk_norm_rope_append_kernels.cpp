@@ -17,6 +17,13 @@ std::span<const Kernel<QkNormRopeAppendProblem>> qk_norm_rope_append_kernels() {
        .supports = [](const QkNormRopeAppendProblem&) { return Status::ok(); },
        .workspace_bytes = nullptr,
        .launch = qk_norm_rope_append_reference},
+#ifdef POLYOP_CUDA
+      {.name = "cuda_heads",
+       .device = DeviceType::kCuda,
+       .supports = [](const QkNormRopeAppendProblem&) { return Status::ok(); },
+       .workspace_bytes = nullptr,
+       .launch = cuda::qk_norm_rope_append_heads},
+#endif
   };
   return kKernels;
 }

@@ -50,4 +50,12 @@ Status qk_norm_rope_append_tokens(const QkNormRopeAppendProblem& problem, Worksp
 
 }  // namespace cpu
 
+namespace cuda {
+
+/// One launch, a warp for a token's share of heads, 16-byte accesses; takes every call. Tokens with a position outside
+/// cos_sin are left out and flagged; rows outside the cache are not stored and flagged.
+Status qk_norm_rope_append_heads(const QkNormRopeAppendProblem& problem, Workspace workspace, Stream stream);
+
+}  // namespace cuda
+
 }  // namespace polyop

@@ -34,6 +34,20 @@ def main() -> None:
             page_table=torch.tensor([[1, 5], [0, 6]], dtype=torch.int32, device="cuda"),
             write_positions=torch.tensor([3, 0], dtype=torch.int32, device="cuda"),
         )
+        for rotary_dim in (64, 6):  # vectors, single elements
+            ops.qk_norm_rope_append(
+                q,
+                q[:, :2],
+                q[:, 2:],
+                cache[0],
+                cache[1],
+                torch.randn(9, rotary_dim, device="cuda"),
+                update_offsets=torch.tensor([0, 2, 4], dtype=torch.int32, device="cuda"),
+                page_table=torch.tensor([[1, 5], [0, 6]], dtype=torch.int32, device="cuda"),
+                write_positions=torch.tensor([3, 0], dtype=torch.int32, device="cuda"),
+                q_norm_weight=torch.ones(64, device="cuda"),
+                k_norm_weight=torch.ones(64, device="cuda"),
+            )
     for dtype in (torch.uint8, torch.float16, torch.float32, torch.int64):
         ops.circular_pad(torch.ones(2, 3, 37, device="cuda").to(dtype), [3, 40, 1, 2])
     cuda.check_errors()
