@@ -1,14 +1,14 @@
-"""fused: this library's own operators over the paged cache. Three operator calls a layer, called directly.
+"""fused: this library's own operators over the paged cache. Two operator calls a layer, called directly.
 
-``prepare()`` writes lengths, positions and page tables once per step into buffers that never move; a layer rotates q
-and k in place, appends k and v to the cache and attends. Only views are made on the way.
+``prepare()`` writes lengths, positions and page tables once per step into buffers that never move; a layer rotates q in
+place and k on its way into the cache, with v, in one call, and attends. Only views are made on the way.
 """
 
 from __future__ import annotations
 
 import torch
 
-from polyop.ops import attention, kv_cache_update, rotary_embedding
+from polyop.ops import attention, kv_cache_update, qk_norm_rope_append, rotary_embedding
 
 from .interface import (
     AttentionBackend,
@@ -28,7 +28,7 @@ class FusedAttentionMetadata(AttentionMetadata):
 
 @register_attention_backend("fused", aliases=("trtllm",))
 class FusedAttention(AttentionBackend):
-    """rotary_embedding, kv_cache_update and attention of polyop.ops."""
+    """qk_norm_rope_append (without rotation kv_cache_update, without a cache rotary_embedding) and attention."""
 
     Metadata = FusedAttentionMetadata
 
@@ -75,18 +75,15 @@ class FusedAttention(AttentionBackend):
         attention_mask: AttentionMask | None = PredefinedAttentionMask.CAUSAL,
         output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See AttentionBackend.forward. With pos_embd_params, q and k are rotated in place."""
+        """See AttentionBackend.forward. With pos_embd_params, q is rotated in place, and so is k without a cache."""
         q, k, v = self.check_inputs(q, k, v, metadata, attention_mask, output)
         num_tokens = metadata.num_tokens
         if output is None:
             output = torch.empty(num_tokens, self.q_size, dtype=q.dtype, device=q.device)
         if num_tokens == 0:
             return output
-        if self._cos_sin is not None:
-            if self._cos_sin.device != q.device:
-                self._cos_sin = rope_cos_sin_table(self.pos_embd_params.rope, q.device)
-            positions = metadata.token_positions
-            rotary_embedding(q, k, self._cos_sin, positions, interleaved=self._interleaved, q_out=q, k_out=k)
+        if self._cos_sin is not None and self._cos_sin.device != q.device:
+            self._cos_sin = rope_cos_sin_table(self.pos_embd_params.rope, q.device)
         options = {
             "query_offsets": metadata.query_offsets,
             "causal": "none" if attention_mask is PredefinedAttentionMask.FULL else "lower_right",
@@ -95,16 +92,32 @@ class FusedAttention(AttentionBackend):
         }
         if metadata.uses_cache:
             k_pages, v_pages = metadata.kv_cache_manager.get_buffers(self.layer_idx)
-            kv_cache_update(
-                k_pages,
-                v_pages,
-                k,
-                v,
-                update_offsets=metadata.query_offsets,
-                write_positions=metadata.write_positions,
-                page_table=metadata.page_table,
-            )
+            place = {
+                "update_offsets": metadata.query_offsets,
+                "write_positions": metadata.write_positions,
+                "page_table": metadata.page_table,
+            }
+            if self._cos_sin is None:
+                kv_cache_update(k_pages, v_pages, k, v, **place)
+            else:
+                # Positions that nobody has set are those in the cache, which the operator knows by itself.
+                ids = None if metadata.position_ids is None else metadata.token_positions
+                qk_norm_rope_append(
+                    q,
+                    k,
+                    v,
+                    k_pages,
+                    v_pages,
+                    self._cos_sin,
+                    position_ids=ids,
+                    interleaved=self._interleaved,
+                    q_out=q,
+                    **place,
+                )
             attention(q, k_pages, v_pages, kv_lengths=metadata.kv_lengths, page_table=metadata.page_table, **options)
         else:
+            if self._cos_sin is not None:
+                positions = metadata.token_positions
+                rotary_embedding(q, k, self._cos_sin, positions, interleaved=self._interleaved, q_out=q, k_out=k)
             attention(q, k, v, kv_offsets=metadata.query_offsets, kv_form="packed", **options)
         return output

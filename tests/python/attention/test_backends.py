@@ -413,10 +413,25 @@ def test_fused_equals_vanilla_over_random_ragged_batches(seed):
                 assert worst <= 2 * bound, f"seed {seed} step {step} {shape}: {worst:.3e} > {2 * bound:.3e}"
 
 
+@pytest.mark.parametrize("is_neox", [True, False])
+def test_positions_of_the_runtime_turn_q_and_k_and_not_the_place_in_the_cache(is_neox):
+    outputs, keys = [], []
+    for name in ("fused", "vanilla"):
+        model = Model(name, rope=ROPE, is_neox=is_neox)
+        for lens, positions in (([3, 2], [90, 7, 7, 0, 511]), ([1, 1], [4, 300])):
+            model.metadata.position_ids = torch.tensor(positions)
+            model.prepare([1, 2], lens, 0)
+            outputs.append(model.layer.forward(*model.inputs(len(outputs) % 2, sum(lens)), model.metadata))
+        keys.append(model.cached_rows(1)[0])
+    for fused, vanilla in zip(outputs[:2], outputs[2:], strict=True):
+        torch.testing.assert_close(fused, vanilla, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(keys[0], keys[1], rtol=1e-5, atol=1e-5)
+
+
 # ---- cost of a layer -----------------------------------------------------------------------------------------------
 
 
-def test_fused_layer_makes_three_operator_calls_and_prepare_one_runtime_call(monkeypatch):
+def test_fused_layer_makes_two_operator_calls_and_prepare_one_runtime_call(monkeypatch):
     import polyop.attention.fused as fused
     import polyop.kv_cache.runtime_functions as runtime
 
@@ -430,7 +445,7 @@ def test_fused_layer_makes_three_operator_calls_and_prepare_one_runtime_call(mon
         return call
 
     for module, names in (
-        (fused, ("rotary_embedding", "kv_cache_update", "attention")),
+        (fused, ("qk_norm_rope_append", "rotary_embedding", "kv_cache_update", "attention")),
         (runtime, ("fill_step", "fill_page_table", "pages", "num_tokens")),
     ):
         for name in names:
@@ -443,4 +458,4 @@ def test_fused_layer_makes_three_operator_calls_and_prepare_one_runtime_call(mon
     assert calls == ["fill_step"]
     calls.clear()
     model.layer.forward(*model.inputs(0, 8), model.metadata)
-    assert calls == ["rotary_embedding", "kv_cache_update", "attention"]
+    assert calls == ["qk_norm_rope_append", "attention"]
