@@ -18,6 +18,7 @@ from .interface import (
     QuantConfig,
 )
 from .metadata import AttentionMetadata, KVCacheParams
+from .qk_norm import QkNormParams
 from .registry import available_attention_backends, get_attention_backend, register_attention_backend
 from .rope import (
     PositionalEmbeddingParams,
@@ -40,6 +41,7 @@ __all__ = [
     "PositionEmbeddingType",
     "PositionalEmbeddingParams",
     "PredefinedAttentionMask",
+    "QkNormParams",
     "QuantConfig",
     "RopeParams",
     "RotaryScalingType",

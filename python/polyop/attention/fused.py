@@ -18,6 +18,7 @@ from .interface import (
     QuantConfig,
 )
 from .metadata import AttentionMetadata
+from .qk_norm import QkNormParams
 from .registry import register_attention_backend
 from .rope import rope_cos_sin_table
 
@@ -42,6 +43,7 @@ class FusedAttention(AttentionBackend):
         pos_embd_params: PositionalEmbeddingParams | None = None,
         *,
         q_scaling: float = 1.0,
+        qk_norm: QkNormParams | None = None,
     ) -> None:
         """See AttentionBackend; also makes (or finds) the cos/sin table of pos_embd_params.
 
@@ -49,8 +51,19 @@ class FusedAttention(AttentionBackend):
             ValueError, NotImplementedError: as AttentionBackend; also a rope scaling type without a table.
         """
         super().__init__(
-            layer_idx, num_heads, head_dim, num_kv_heads, quant_config, pos_embd_params, q_scaling=q_scaling
+            layer_idx,
+            num_heads,
+            head_dim,
+            num_kv_heads,
+            quant_config,
+            pos_embd_params,
+            q_scaling=q_scaling,
+            qk_norm=qk_norm,
         )
+        self._norm = {}
+        if qk_norm is not None:
+            weights = {"q_norm_weight": qk_norm.q_weight, "k_norm_weight": qk_norm.k_weight}
+            self._norm = weights | {"epsilon": qk_norm.epsilon}
         self._interleaved = pos_embd_params is not None and not pos_embd_params.is_neox
         # Looked up here and not in forward: hashing the parameters would cost more than the rest of a call's checks.
         self._cos_sin = None if pos_embd_params is None else rope_cos_sin_table(pos_embd_params.rope)
@@ -58,6 +71,11 @@ class FusedAttention(AttentionBackend):
     @classmethod
     def support_fused_rope(cls) -> bool:
         """True: rotary embedding is applied when pos_embd_params is given."""
+        return True
+
+    @classmethod
+    def support_fused_qk_norm(cls) -> bool:
+        """True: the heads of q and k are normed when qk_norm is given."""
         return True
 
     @classmethod
@@ -75,7 +93,7 @@ class FusedAttention(AttentionBackend):
         attention_mask: AttentionMask | None = PredefinedAttentionMask.CAUSAL,
         output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See AttentionBackend.forward. With pos_embd_params, q is rotated in place, and so is k without a cache."""
+        """See AttentionBackend.forward. With pos_embd_params, q and, without a cache, k may be changed in place."""
         q, k, v = self.check_inputs(q, k, v, metadata, attention_mask, output)
         num_tokens = metadata.num_tokens
         if output is None:
@@ -113,11 +131,16 @@ class FusedAttention(AttentionBackend):
                     interleaved=self._interleaved,
                     q_out=q,
                     **place,
+                    **self._norm,
                 )
             attention(q, k_pages, v_pages, kv_lengths=metadata.kv_lengths, page_table=metadata.page_table, **options)
         else:
+            if self.qk_norm is not None:
+                q, k = self.qk_norm.apply(q, k)
             if self._cos_sin is not None:
                 positions = metadata.token_positions
                 rotary_embedding(q, k, self._cos_sin, positions, interleaved=self._interleaved, q_out=q, k_out=k)
+            if self.qk_norm is not None:
+                q, k = q.to(v.dtype), k.to(v.dtype)
             attention(q, k, v, kv_offsets=metadata.query_offsets, kv_form="packed", **options)
         return output

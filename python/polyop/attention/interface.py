@@ -15,6 +15,7 @@ import torch
 from polyop.kv_cache import KVCacheManager
 
 from .metadata import AttentionMetadata
+from .qk_norm import QkNormParams
 from .rope import PositionalEmbeddingParams, PositionEmbeddingType
 
 # ---- parameter types -----------------------------------------------------------------------------------------------
@@ -69,6 +70,7 @@ class AttentionBackend:
         pos_embd_params: PositionalEmbeddingParams | None = None,
         *,
         q_scaling: float = 1.0,
+        qk_norm: QkNormParams | None = None,
     ) -> None:
         """
         Args:
@@ -79,10 +81,12 @@ class AttentionBackend:
             quant_config: None or a QuantConfig whose fields are None: backends here do not quantize.
             pos_embd_params: None when q and k are embedded already; otherwise the backend rotates them.
             q_scaling: scores are multiplied by 1 / (sqrt(D) * q_scaling).
+            qk_norm: None when q and k come normed or need no norm; otherwise the backend norms their heads before
+                rotation, where support_fused_qk_norm() is True. Needs pos_embd_params.
 
         Raises:
-            ValueError: head counts or rotary width that do not fit.
-            NotImplementedError: quantization, or positional embedding other than ROPE.
+            ValueError: head counts, rotary width or norm weights that do not fit, a norm without pos_embd_params.
+            NotImplementedError: quantization, positional embedding other than ROPE, or a norm this backend lacks.
         """
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_heads <= 0 or kv_heads <= 0 or head_dim <= 0 or num_heads % kv_heads:
@@ -100,6 +104,13 @@ class AttentionBackend:
             if pos_embd_params.rope.dim > head_dim:
                 raise ValueError(f"{self.name}: rope dim is {pos_embd_params.rope.dim}; head_dim is {head_dim}")
         self.pos_embd_params = pos_embd_params
+        if qk_norm is not None:
+            if not self.support_fused_qk_norm():
+                raise NotImplementedError(f"{self.name}: qk_norm is given; this backend takes q and k already normed")
+            if pos_embd_params is None:
+                raise ValueError(f"{self.name}: qk_norm is given without pos_embd_params")
+            qk_norm.check(head_dim, self.name)
+        self.qk_norm = qk_norm
 
     def update_quant_config(self, quant_config: QuantConfig | None) -> None:
         """Replaces the quantization parameters.
@@ -125,6 +136,11 @@ class AttentionBackend:
         return False
 
     @classmethod
+    def support_fused_qk_norm(cls) -> bool:
+        """True when the backend norms the heads of q and k itself (qk_norm)."""
+        return False
+
+    @classmethod
     def support_mla(cls) -> bool:
         """True when the backend computes multi-head latent attention."""
         return False
@@ -144,7 +160,7 @@ class AttentionBackend:
         attention_mask: AttentionMask | None = PredefinedAttentionMask.CAUSAL,
         output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Applies rotary embedding if asked, appends k and v to the cache, attends.
+        """Norms heads and applies rotary embedding if asked, appends k and v to the cache, attends.
 
         Everything is checked before anything is written. The backend may overwrite q and k (rotation in place).
 

@@ -85,6 +85,11 @@ class VanillaAttention(AttentionBackend):
         return True
 
     @classmethod
+    def support_fused_qk_norm(cls) -> bool:
+        """True: the heads of q and k are normed when qk_norm is given."""
+        return True
+
+    @classmethod
     def support_fused_qkv(cls) -> bool:
         """True: one packed tensor is accepted as q."""
         return True
@@ -102,12 +107,15 @@ class VanillaAttention(AttentionBackend):
         """See AttentionBackend.forward. q and k are left as they are."""
         q, k, v = self.check_inputs(q, k, v, metadata, attention_mask, output)
         causal = attention_mask is not PredefinedAttentionMask.FULL
+        dtype = v.dtype
+        if self.qk_norm is not None:
+            q, k = self.qk_norm.apply(q, k)
         if self.pos_embd_params is not None:
             cos_sin = rope_cos_sin_table(self.pos_embd_params.rope, q.device)
             positions, is_neox = metadata.token_positions, self.pos_embd_params.is_neox
-            q, k = rotate(q, positions, cos_sin, is_neox), rotate(k, positions, cos_sin, is_neox)
+            q, k = (rotate(x, positions, cos_sin, is_neox).to(dtype) for x in (q, k))
         if output is None:
-            output = torch.empty(metadata.num_tokens, self.q_size, dtype=q.dtype, device=q.device)
+            output = torch.empty(metadata.num_tokens, self.q_size, dtype=dtype, device=q.device)
         output_heads = output.view(metadata.num_tokens, self.num_heads, self.head_dim)
         start = 0
         for i, num_queries in enumerate(metadata.query_lens):

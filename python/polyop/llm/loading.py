@@ -11,6 +11,7 @@ from polyop.attention import (
     AttentionBackend,
     PositionalEmbeddingParams,
     PositionEmbeddingType,
+    QkNormParams,
     RopeParams,
     get_attention_backend,
     inverse_frequencies,
@@ -144,6 +145,7 @@ def load_model(
                 head_dim=config.head_dim,
                 num_kv_heads=config.num_key_value_heads,
                 pos_embd_params=positions,
+                qk_norm=_read_qk_norm(source, layer_idx) if config.has_qk_norm else None,
             )
         except (ValueError, NotImplementedError) as error:
             raise LlmError(f"{source.path}: {error}") from None
@@ -188,17 +190,12 @@ def _load_layer(
             packed = _load_int4(source, f"{prefix}.{linear}", shape, dtype, has_bias(config, linear))
             linears[linear] = packed.to_dense(shape[1], dtype) if dequantize else packed
 
-    def norm(name: str, num_features: int) -> RmsNorm:
-        return _load_norm(source, f"{prefix}.{name}", num_features)
-
     return DecoderLayer(
-        input_norm=norm("input_layernorm", config.hidden_size),
+        input_norm=_load_norm(source, f"{prefix}.input_layernorm", config.hidden_size),
         qkv=linears["self_attn.qkv_proj"],
-        q_norm=norm("self_attn.q_norm", config.head_dim) if config.has_qk_norm else None,
-        k_norm=norm("self_attn.k_norm", config.head_dim) if config.has_qk_norm else None,
         attention=attention,
         output=linears["self_attn.o_proj"],
-        mlp_norm=norm("post_attention_layernorm", config.hidden_size),
+        mlp_norm=_load_norm(source, f"{prefix}.post_attention_layernorm", config.hidden_size),
         gate_up=linears["mlp.gate_up_proj"],
         down=linears["mlp.down_proj"],
     )
@@ -206,6 +203,14 @@ def _load_layer(
 
 def _load_norm(source: WeightSource, name: str, num_features: int) -> RmsNorm:
     return RmsNorm(read_tensor(source, f"{name}.weight", (num_features,), torch.float32), source.config.rms_norm_eps)
+
+
+def _read_qk_norm(source: WeightSource, layer_idx: int) -> QkNormParams:
+    def weight(name: str) -> torch.Tensor:
+        full_name = f"model.layers.{layer_idx}.self_attn.{name}.weight"
+        return read_tensor(source, full_name, (source.config.head_dim,), torch.float32)
+
+    return QkNormParams(q_weight=weight("q_norm"), k_weight=weight("k_norm"), epsilon=source.config.rms_norm_eps)
 
 
 def _load_int4(source: WeightSource, name: str, shape: tuple[int, int], dtype: torch.dtype, biased: bool) -> Int4Linear:

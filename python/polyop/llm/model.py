@@ -1,7 +1,8 @@
 """DecoderModel: the one decoder of this library, for Llama, Qwen2 and Qwen3 checkpoints, dense or INT4.
 
-Linears are DenseLinear or Int4Linear; attention, rotary embedding and the KV cache live behind an AttentionBackend per
-layer; norms, activation and residuals are torch. Everything is packed: one batch is [T, hidden], no padding.
+Linears are DenseLinear or Int4Linear; attention, rotary embedding, norms of q and k and the KV cache live behind an
+AttentionBackend per layer; the other norms, activation and residuals are torch. Everything is packed: one batch is
+[T, hidden], no padding.
 """
 
 from __future__ import annotations
@@ -24,9 +25,7 @@ class DecoderLayer:
 
     input_norm: RmsNorm  # over hidden
     qkv: DenseLinear | Int4Linear  # hidden -> (Hq + 2 Hkv) * D
-    q_norm: RmsNorm | None  # over D
-    k_norm: RmsNorm | None  # over D
-    attention: AttentionBackend
+    attention: AttentionBackend  # with the norms of q and k where the model has them
     output: DenseLinear | Int4Linear  # Hq * D -> hidden
     mlp_norm: RmsNorm  # over hidden
     gate_up: DenseLinear | Int4Linear  # hidden -> 2 * intermediate
@@ -36,7 +35,7 @@ class DecoderLayer:
     def weight_bytes(self) -> int:
         """Bytes of all weights of the layer."""
         linears = (self.qkv, self.output, self.gate_up, self.down)
-        norms = (self.input_norm, self.q_norm, self.k_norm, self.mlp_norm)
+        norms = (self.input_norm, self.mlp_norm, self.attention.qk_norm)
         return sum(part.weight_bytes for part in linears) + sum(norm.nbytes for norm in norms if norm is not None)
 
 
@@ -95,21 +94,13 @@ class DecoderModel:
         Returns:
             Hidden states [T, hidden] before the final norm; give the rows you want to ``logits``.
         """
-        head_dim = self.config.head_dim
         x = F.embedding(token_ids, self.embedding)  # (T, hidden)
         if x.dtype is not self.dtype:
             x = x.to(self.dtype)
         for layer in self.layers:
             h = layer.input_norm(x)
             qkv = layer.qkv(h, row_ranges)  # (T, (Hq + 2 Hkv) * D)
-            if layer.q_norm is not None:
-                q, k, v = self._split_heads(qkv)
-                q = layer.q_norm(q.unflatten(1, (-1, head_dim))).flatten(1)
-                k = layer.k_norm(k.unflatten(1, (-1, head_dim))).flatten(1)
-            elif self.backend.support_fused_qkv():
-                q, k, v = qkv, None, None
-            else:
-                q, k, v = self._split_heads(qkv)
+            q, k, v = (qkv, None, None) if self.backend.support_fused_qkv() else self._split_heads(qkv)
             attended = layer.attention.forward(q, k, v, metadata)  # (T, Hq * D)
             x.add_(layer.output(attended, row_ranges))
             h = layer.mlp_norm(x)

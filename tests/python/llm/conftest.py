@@ -34,7 +34,10 @@ CHAT_TEMPLATE = (
 
 
 def write_tiny_model(folder: Path, **changes: object) -> Path:
-    """A random llama with a byte-level tokenizer: ids 0..255 are bytes, 256.. the special tokens."""
+    """A random model with a byte-level tokenizer: ids 0..255 are bytes, 256.. the special tokens.
+
+    A llama, or with model_type="qwen3" one that norms the heads of q and k.
+    """
     from safetensors.torch import save_file
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -65,6 +68,9 @@ def write_tiny_model(folder: Path, **changes: object) -> Path:
             f"{prefix}.mlp.up_proj.weight": random(intermediate, hidden),
             f"{prefix}.mlp.down_proj.weight": random(hidden, intermediate),
         }
+        if config["model_type"] == "qwen3":
+            for name in ("q_norm", "k_norm"):
+                tensors[f"{prefix}.self_attn.{name}.weight"] = 1 + random(head_dim)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -88,6 +94,12 @@ def make_tiny_model(tmp_path: Path) -> Callable[..., Path]:
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model that tests only read."""
     return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_normed_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny qwen3."""
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny-qwen3", model_type="qwen3")
 
 
 @pytest.fixture(scope="session")

@@ -72,7 +72,7 @@ def assert_same_bits(actual: list[list[torch.Tensor]], expected: list[list[torch
 
 
 @pytest.mark.parametrize("backend", ["fused", "vanilla"])
-@pytest.mark.parametrize("kind", ["tiny_folder", "tiny_int4_folder"])
+@pytest.mark.parametrize("kind", ["tiny_folder", "tiny_int4_folder", "tiny_normed_folder"])
 def test_batch_of_five_equals_five_singles_bit_for_bit(kind, backend, request, monkeypatch):
     folder = request.getfixturevalue(kind)
     loaded = load_model(folder, attn_backend=backend), load_tokenizer(folder)
