@@ -1,15 +1,17 @@
-// Times the CPU kernel of attention: causal prefill by its arithmetic, decode by the bytes of k and v that it reads.
-// Pages of 16 keys lie in random order.
+// Times the CPU kernels of attention beside each other: causal prefill by its arithmetic, decode by the bytes of k and
+// v that it reads. Pages of 16 keys lie in random order.
 //
-//   attention_benchmark            POLYOP_NUM_THREADS sets the threads
+//   attention_benchmark [kernel [row of kShapes [dtype]]]    POLYOP_NUM_THREADS sets the threads
 #include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <memory>
 #include <new>
 #include <numeric>
 #include <random>
+#include <string_view>
 #include <vector>
 
 #include "polyop/core/numeric_types.h"
@@ -43,7 +45,7 @@ std::vector<T> random_elements(int64_t count, std::mt19937& random) {
 }
 
 template <class T>
-void time_shape(const Shape& shape) {
+void time_shape(const Shape& shape, const Kernel<AttentionProblem>& kernel) {
   std::mt19937 random(1);
   const int64_t width = (shape.length + kPageSize - 1) / kPageSize;
   const int64_t pages = shape.sequences * width;
@@ -81,7 +83,8 @@ void time_shape(const Shape& shape) {
   problem.num_pages = pages;
   problem.scale = 1.0f / std::sqrt(static_cast<float>(shape.head_dim));
 
-  const int64_t bytes = cpu::flash_attention_workspace_bytes(problem);
+  if (!kernel.supports(problem).is_ok()) return;
+  const int64_t bytes = kernel.workspace_bytes(problem);
   const auto release = [](std::byte* p) { ::operator delete[](p, std::align_val_t{kWorkspaceAlignment}); };
   const std::unique_ptr<std::byte[], decltype(release)> workspace(
       static_cast<std::byte*>(::operator new[](static_cast<size_t>(bytes), std::align_val_t{kWorkspaceAlignment})),
@@ -90,33 +93,42 @@ void time_shape(const Shape& shape) {
   const double end = seconds_now() + kSecondsPerCase;
   for (int calls = 0; calls < 3 || seconds_now() < end; ++calls) {
     const double start = seconds_now();
-    if (!cpu::flash_attention(problem, {workspace.get(), bytes}, {}).is_ok()) std::printf("failed\n");
+    if (!kernel.launch(problem, {workspace.get(), bytes}, {}).is_ok()) std::printf("failed\n");
     best = std::min(best, seconds_now() - start);
   }
 
   const auto visible = static_cast<double>(shape.queries * shape.length - shape.queries * (shape.queries - 1) / 2);
   const double flops = 4.0 * static_cast<double>(shape.sequences * shape.query_heads * shape.head_dim) * visible;
   const double read = 2.0 * static_cast<double>(shape.sequences * shape.length * row_stride) * sizeof(T);
-  std::printf("%4s %3ld %6ld %6ld %5ld/%-3ld %4ld %11.1f us %7.1f GFLOP/s %7.2f GB/s of k and v\n",
-              dtype_name(kDTypeOf<T>).data(), static_cast<long>(shape.sequences), static_cast<long>(shape.queries),
-              static_cast<long>(shape.length), static_cast<long>(shape.query_heads), static_cast<long>(shape.kv_heads),
-              static_cast<long>(shape.head_dim), best * 1e6, flops / best * 1e-9, read / best * 1e-9);
+  std::printf("%-20s %4s %3ld %6ld %6ld %5ld/%-3ld %4ld %11.1f us %7.1f GFLOP/s %7.2f GB/s of k and v\n",
+              kernel.name.data(), dtype_name(kDTypeOf<T>).data(), static_cast<long>(shape.sequences),
+              static_cast<long>(shape.queries), static_cast<long>(shape.length), static_cast<long>(shape.query_heads),
+              static_cast<long>(shape.kv_heads), static_cast<long>(shape.head_dim), best * 1e6, flops / best * 1e-9,
+              read / best * 1e-9);
   std::fflush(stdout);
 }
 
-void run_all() {
-  std::printf("%d threads\n        B      S      L    Hq/Hkv    D\n", cpu::ThreadPool::shared().num_threads());
+void run(std::string_view kernel_name, int shape_index, std::string_view dtype) {
+  std::printf("%d threads\n%20s      B      S      L    Hq/Hkv    D\n", cpu::ThreadPool::shared().num_threads(), "");
   constexpr Shape kShapes[] = {{1, 512, 512, 9, 3, 64},  {1, 1024, 1024, 32, 8, 128}, {1, 64, 4096, 32, 8, 128},
                                {1, 1, 1024, 9, 3, 64},   {1, 1, 8192, 9, 3, 64},      {1, 1, 1024, 32, 8, 128},
                                {1, 1, 8192, 32, 8, 128}, {8, 1, 8192, 32, 8, 128}};
+  int index = 0;
   for (const Shape& shape : kShapes) {
-    time_shape<float>(shape);
-    time_shape<BF16>(shape);
-    time_shape<F16>(shape);
+    if (shape_index >= 0 && index++ != shape_index) continue;
+    for (const Kernel<AttentionProblem>& kernel : attention_kernels()) {
+      const bool is_wanted = kernel_name.empty() ? kernel.name != "reference" : kernel.name == kernel_name;
+      if (!is_wanted || kernel.device != DeviceType::kCpu) continue;
+      if (dtype.empty() || dtype == "f32") time_shape<float>(shape, kernel);
+      if (dtype.empty() || dtype == "bf16") time_shape<BF16>(shape, kernel);
+      if (dtype.empty() || dtype == "f16") time_shape<F16>(shape, kernel);
+    }
   }
 }
 
 }  // namespace
 }  // namespace polyop
 
-int main() { polyop::run_all(); }
+int main(int argc, char** argv) {
+  polyop::run(argc > 1 ? argv[1] : "", argc > 2 ? std::atoi(argv[2]) : -1, argc > 3 ? argv[3] : "");
+}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -87,9 +86,7 @@ def run_peer() -> dict[str, float]:
 
 def measure(side: str) -> dict[str, float]:
     command = [sys.executable, __file__, "--worker", side]
-    # As `polyop run` sets it before it imports torch; this program's own imports would come too early for that.
-    environment = {**os.environ, "OMP_WAIT_POLICY": "passive"} if side == "ours" else dict(os.environ)
-    process = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    process = subprocess.run(command, check=True, capture_output=True, text=True)
     return json.loads(process.stdout.splitlines()[-1])
 
 

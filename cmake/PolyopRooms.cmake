@@ -42,6 +42,7 @@ function(polyop_add_test_room folder)
   add_executable(${name} ${sources})
   # Highway's foreach_target.h includes a test of SIMD code by its own name, once for each target.
   target_include_directories(${name} PRIVATE "${folder}")
+  target_compile_definitions(${name} PRIVATE "POLYOP_SOURCE_DIR=\"${PROJECT_SOURCE_DIR}\"")
   polyop_compile_options(${name})
   target_link_libraries(${name} PRIVATE polyop Threads::Threads GTest::gtest GTest::gtest_main)
   if(TARGET polyop_testing)

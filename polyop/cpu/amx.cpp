@@ -19,6 +19,8 @@ namespace {
 // CPUID leaf 7, register EDX.
 constexpr unsigned kAmxBf16Bit = 1u << 22;
 constexpr unsigned kAmxTileBit = 1u << 24;
+// CPUID leaf 7.1, register EAX.
+constexpr unsigned kAvx512Bf16Bit = 1u << 5;
 // arch_prctl(2): Linux gives the large tile registers to a process that asks.
 constexpr long kRequestPermission = 0x1023;
 constexpr long kTileData = 18;
@@ -33,6 +35,7 @@ bool find_amx_bf16() {
   unsigned edx = 0;
   if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return false;
   if ((edx & kAmxBf16Bit) == 0 || (edx & kAmxTileBit) == 0) return false;
+  if (__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) == 0 || (eax & kAvx512Bf16Bit) == 0) return false;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 

@@ -18,9 +18,9 @@ inline constexpr int kAmxRows = 16;
 /// bf16 numbers in a row of a left operand: the depth that one product sums over.
 inline constexpr int kAmxDepth = 32;
 
-/// Whether this process may run bf16 products on tiles: the processor has AMX-BF16 and AVX-512, and the system has
-/// granted the tile registers (asked for once). POLYOP_AMX=0 in the environment says no, for machines that must give
-/// the bits of others.
+/// Whether this process may run bf16 products on tiles: the processor has AMX-BF16, AVX-512 and its bf16
+/// conversion, and the system has granted the tile registers (asked for once). POLYOP_AMX=0 in the environment says no,
+/// for machines that must give the bits of others.
 bool has_amx_bf16();
 
 #if POLYOP_AMX

@@ -104,7 +104,7 @@ HWY_INLINE void store_f32(D, hn::Vec<D> value, BF16* to) {
 }
 
 template <class D>
-HWY_INLINE void store_f32(D d, hn::Vec<D> value, F16* to) {
+HWY_INLINE void store_f32([[maybe_unused]] D d, hn::Vec<D> value, F16* to) {
 #if POLYOP_SIMD_HAS_F16
   const hn::Rebind<hwy::float16_t, D> d16;
   hn::StoreU(hn::DemoteTo(d16, value), d16, reinterpret_cast<hwy::float16_t*>(to));

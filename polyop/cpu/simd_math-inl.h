@@ -21,13 +21,18 @@ namespace hn = hwy::HWY_NAMESPACE;
 /// (relative error 4.0e-9, rounded coefficients included); the rest of the error is the rounding of the last two steps.
 template <class D>
 HWY_INLINE hn::Vec<D> exp2(D d, hn::Vec<D> x) {
-  const hn::RebindToSigned<D> di;
   const auto lowest = hn::Set(d, -126.0f);
+#if HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX3_DL
+  const auto n = hn::Round(x);
+  const auto f = hn::Sub(x, n);
+#else
+  const hn::RebindToSigned<D> di;
   // Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the sum.
   const auto to_integer = hn::Set(d, 0x1.8p23f);
   const auto shifted = hn::Add(hn::Max(x, lowest), to_integer);
   // From x and not from its clamped value: a NaN survives.
   const auto f = hn::Sub(x, hn::Sub(shifted, to_integer));
+#endif
   auto p = hn::Set(d, 0x1.3eb2ap-13f);
   p = hn::MulAdd(p, f, hn::Set(d, 0x1.5f0b86p-10f));
   p = hn::MulAdd(p, f, hn::Set(d, 0x1.3b320ap-7f));
@@ -35,9 +40,15 @@ HWY_INLINE hn::Vec<D> exp2(D d, hn::Vec<D> x) {
   p = hn::MulAdd(p, f, hn::Set(d, 0x1.ebfbd6p-3f));
   p = hn::MulAdd(p, f, hn::Set(d, 0x1.62e43p-1f));
   p = hn::MulAdd(p, f, hn::Set(d, 1.0f));
+#if HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX3_DL
+  static_assert(hn::MaxLanes(d) == 16);
+  const __mmask16 is_kept = _mm512_cmp_ps_mask(x.raw, lowest.raw, _CMP_NLT_UQ);
+  return hn::Vec<D>{_mm512_maskz_scalef_ps(is_kept, p.raw, n.raw)};
+#else
   const auto one_bits = hn::Set(di, 0x3f800000);
   const auto power = hn::BitCast(d, hn::Add(hn::ShiftLeft<23>(hn::BitCast(di, shifted)), one_bits));
   return hn::IfThenZeroElse(hn::Lt(x, lowest), hn::Mul(p, power));
+#endif
 }
 
 }  // namespace HWY_NAMESPACE

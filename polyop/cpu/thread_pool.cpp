@@ -1,11 +1,13 @@
 #include "polyop/cpu/thread_pool.h"
 
+#include <dlfcn.h>
 #include <pthread.h>
 #include <sched.h>
 
 #include <algorithm>
 #include <cstdlib>
 #include <limits>
+#include <string_view>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -47,11 +49,21 @@ int default_num_threads() {
 
 ThreadPool& ThreadPool::shared() {
   // Never destroyed: worker threads may still sleep in it when static destructors of the host process run.
-  static ThreadPool* pool = new ThreadPool(default_num_threads());
+  static ThreadPool* pool = new ThreadPool(default_num_threads(), Threads::kOpenMpIfLoaded);
   return *pool;
 }
 
-ThreadPool::ThreadPool(int num_threads) : num_threads_(std::max(1, num_threads)) {
+ThreadPool::OpenMp ThreadPool::find_openmp() {
+  const char* setting = std::getenv("POLYOP_OPENMP");
+  if (setting != nullptr && std::string_view(setting) == "0") return {};
+  OpenMp found;
+  found.parallel = reinterpret_cast<decltype(found.parallel)>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+  found.in_parallel = reinterpret_cast<decltype(found.in_parallel)>(dlsym(RTLD_DEFAULT, "omp_in_parallel"));
+  return found.parallel != nullptr && found.in_parallel != nullptr ? found : OpenMp{};
+}
+
+ThreadPool::ThreadPool(int num_threads, Threads threads)
+    : openmp_(threads == Threads::kOwn ? OpenMp{} : find_openmp()), num_threads_(std::max(1, num_threads)) {
   // Once a process, before the first worker exists.
   [[maybe_unused]] static const int registered =
       pthread_atfork(nullptr, nullptr, [] { forked_child.store(true, std::memory_order_relaxed); });
@@ -72,6 +84,7 @@ void ThreadPool::set_num_threads(int num_threads) {
 }
 
 void ThreadPool::start_workers() {
+  if (uses_openmp()) return;
   if (forked_child.load(std::memory_order_relaxed)) return;  // they would never be given a task
   stopping_.store(false);
   for (int thread = 1; thread < num_threads_; ++thread) {
@@ -134,6 +147,17 @@ void ThreadPool::run_job(uint32_t num_tasks) {
   const uint32_t job = job_number_.load(std::memory_order_relaxed) + 1;
   ticket_.store(static_cast<uint64_t>(job) << 32 | num_tasks, std::memory_order_release);
   job_number_.store(job, std::memory_order_release);
+  if (uses_openmp()) {
+    next_team_thread_.store(0, std::memory_order_relaxed);
+    const auto team_member = [](void* context) {
+      auto* pool = static_cast<ThreadPool*>(context);
+      const int thread = pool->next_team_thread_.fetch_add(1, std::memory_order_relaxed);
+      while (pool->claim(pool->job_number_.load(std::memory_order_relaxed), thread)) {
+      }
+    };
+    openmp_.parallel(team_member, this, static_cast<unsigned>(num_threads_.load()), 0);
+    return;  // the team has met at the end of its region
+  }
   job_number_.notify_all();
   while (claim(job, 0)) {
   }
@@ -142,7 +166,8 @@ void ThreadPool::run_job(uint32_t num_tasks) {
 
 void ThreadPool::run(int64_t num_tasks, TaskFn fn, void* context) {
   if (num_tasks <= 0) return;
-  const bool alone = num_tasks == 1 || num_threads_ == 1 || inside_task || forked_child.load(std::memory_order_relaxed);
+  const bool alone = num_tasks == 1 || num_threads_ == 1 || inside_task ||
+                     forked_child.load(std::memory_order_relaxed) || (uses_openmp() && openmp_.in_parallel() != 0);
   if (alone || !job_mutex_.try_lock()) {
     for (int64_t task = 0; task < num_tasks; ++task) fn(context, task, 0);
     return;

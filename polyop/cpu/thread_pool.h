@@ -11,21 +11,31 @@
 
 namespace polyop::cpu {
 
-/// A fixed set of workers that run numbered tasks. Tasks are claimed in ascending order, so put the longest first.
+/// Runs numbered tasks on a fixed number of threads. Tasks are claimed in ascending order, so put the longest first.
 /// Which thread runs a task is not fixed: results must not depend on it. A call from inside a task, from a second
 /// thread while the pool is busy, or in a forked child runs its tasks on the caller alone.
+///
+/// In a process with an OpenMP runtime (PyTorch brings one) the threads are those of its team: a worker that has just
+/// left a loop of torch spins for milliseconds, and workers of our own would share its processor. Elsewhere, and with
+/// POLYOP_OPENMP=0, the pool has its own workers.
 class ThreadPool {
  public:
-  /// The process-wide pool: POLYOP_NUM_THREADS threads, else one for each processor this process may run on.
+  enum class Threads : uint8_t { kOwn, kOpenMpIfLoaded };
+
+  /// The process-wide pool: POLYOP_NUM_THREADS threads, else one for each processor this process may run on. An OpenMP
+  /// runtime counts when it is loaded before the first call.
   static ThreadPool& shared();
 
-  explicit ThreadPool(int num_threads);
+  explicit ThreadPool(int num_threads, Threads threads = Threads::kOwn);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
 
   /// Threads that may run tasks, the caller included. Scratch per thread is sized by this.
   [[nodiscard]] int num_threads() const { return num_threads_; }
+
+  /// Whether the threads are those of an OpenMP runtime.
+  [[nodiscard]] bool uses_openmp() const { return openmp_.parallel != nullptr; }
 
   /// Changes the number of threads (at least 1). Waits for a running job, so not for use inside a task.
   void set_num_threads(int num_threads);
@@ -43,6 +53,13 @@ class ThreadPool {
  private:
   using TaskFn = void (*)(void* context, int64_t task, int thread);
 
+  // Entry points that every OpenMP runtime for GCC's code has (libgomp; LLVM's and Intel's under the same names).
+  struct OpenMp {
+    void (*parallel)(void (*body)(void*), void* context, unsigned num_threads, unsigned flags) = nullptr;
+    int (*in_parallel)() = nullptr;
+  };
+  static OpenMp find_openmp();
+
   void run(int64_t num_tasks, TaskFn fn, void* context);
   void run_job(uint32_t num_tasks);
   void start_workers();
@@ -50,6 +67,7 @@ class ThreadPool {
   void worker_main(int thread);
   bool claim(uint32_t job, int thread);
 
+  OpenMp openmp_;
   std::atomic<int> num_threads_{1};
   std::vector<std::thread> workers_;
   std::mutex job_mutex_;  // held by the caller whose job runs
@@ -60,6 +78,7 @@ class ThreadPool {
   alignas(64) std::atomic<uint32_t> done_{0};        // finished tasks of the running job
   std::atomic<bool> stopping_{false};
   std::atomic<uint32_t> num_tasks_{0};
+  std::atomic<int> next_team_thread_{0};  // numbers the members of an OpenMP team
   TaskFn fn_ = nullptr;
   void* context_ = nullptr;
   int64_t first_task_ = 0;

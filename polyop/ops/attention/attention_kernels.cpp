@@ -7,6 +7,11 @@ namespace polyop {
 
 std::span<const Kernel<AttentionProblem>> attention_kernels() {
   static constexpr Kernel<AttentionProblem> kKernels[] = {
+      {.name = "cpu_amx_attention",
+       .device = DeviceType::kCpu,
+       .supports = cpu::supports_amx_attention,
+       .workspace_bytes = cpu::amx_attention_workspace_bytes,
+       .launch = cpu::amx_attention},
       {.name = "cpu_flash_attention",
        .device = DeviceType::kCpu,
        .supports = cpu::supports_flash_attention,

@@ -17,6 +17,11 @@ Status attention_reference(const AttentionProblem& problem, Workspace workspace,
 
 namespace cpu {
 
+/// flash_attention with its products on AMX tiles, on processors that have them (see cpu/amx_attention.cpp).
+Status supports_amx_attention(const AttentionProblem& problem);
+int64_t amx_attention_workspace_bytes(const AttentionProblem& problem);
+Status amx_attention(const AttentionProblem& problem, Workspace workspace, Stream stream);
+
 /// Tiled attention in f32 on all threads (see cpu/flash_attention.cpp).
 Status supports_flash_attention(const AttentionProblem& problem);
 int64_t flash_attention_workspace_bytes(const AttentionProblem& problem);

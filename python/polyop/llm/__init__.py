@@ -13,11 +13,6 @@ The same from a shell: ``polyop quantize``, ``polyop run``, ``polyop perplexity`
 from __future__ import annotations
 
 import importlib
-import os
-
-# Read by the OpenMP of torch when torch is loaded: its threads would otherwise spin for milliseconds after each of
-# torch's own parallel operators, on the cores that polyop's threads need for the next one.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Imported when first named: the command line must be able to answer, and to set thread counts, before torch is loaded.
 _HOME_OF_NAME = {

@@ -30,7 +30,8 @@ class Hints:
 
     extents: symbol -> (least, most); attributes: name -> values to choose from; lists: name -> strategy of an int list;
     distinct: integer operands whose used entries must differ from each other (pages that are written); repairs: operand
-    -> function that brings its drawn values in line with constraints between operands.
+    -> function that brings its drawn values in line with constraints between operands; dtypes: operand -> dtypes to choose
+    from among those that the schema admits.
     """
 
     extents: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -38,6 +39,7 @@ class Hints:
     lists: dict[str, st.SearchStrategy] = field(default_factory=dict)
     distinct: frozenset[str] = frozenset()
     repairs: dict[str, Callable[[CallMaker, torch.Tensor], None]] = field(default_factory=dict)
+    dtypes: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass
@@ -172,6 +174,8 @@ class CallMaker:
                 allowed = list(rule["allowed"])
                 if rule["same_as"] in drawn:
                     allowed.append(drawn[rule["same_as"]])
+                wanted = self.hints.dtypes.get(operand.name, allowed)
+                allowed = [dtype for dtype in allowed if dtype in wanted] or allowed
                 return self.draw(st.sampled_from(allowed))
         raise AssertionError(f"{operand.name} has no dtype rule in force")
 

@@ -1,6 +1,7 @@
 // ThreadPool: every task runs exactly once, whoever calls, from wherever, with however many threads.
 #include "polyop/cpu/thread_pool.h"
 
+#include <dlfcn.h>
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -160,6 +161,41 @@ TEST(ThreadPool, Shared_IsOneForTheProcess) {
   EXPECT_EQ(&ThreadPool::shared(), &ThreadPool::shared());
   EXPECT_GE(ThreadPool::shared().num_threads(), 1);
   EXPECT_TRUE(all_once(counts_of(ThreadPool::shared(), 1000)));
+}
+
+// The team of an OpenMP runtime in the process does the work, and a call from inside one of its regions works alone.
+TEST(ThreadPool, OpenMpRuntime_LendsItsTeam) {
+  void* runtime = dlopen("libgomp.so.1", RTLD_NOW | RTLD_GLOBAL);
+  if (runtime == nullptr) GTEST_SKIP() << "this machine has no libgomp.so.1";
+  ThreadPool pool(3, ThreadPool::Threads::kOpenMpIfLoaded);
+  ASSERT_TRUE(pool.uses_openmp());
+  for (const int64_t num_tasks : {1, 2, 3, 7, 1000}) EXPECT_TRUE(all_once(counts_of(pool, num_tasks)));
+  std::vector<std::atomic<int>> inside(3);
+  std::atomic<bool> clash{false};
+  pool.parallel_for(2000, [&](int64_t, int thread) {
+    if (thread < 0 || thread >= 3 || inside[static_cast<size_t>(thread)].fetch_add(1) != 0) clash = true;
+    inside[static_cast<size_t>(thread)].fetch_sub(1);
+  });
+  EXPECT_FALSE(clash);
+  pool.set_num_threads(2);
+  EXPECT_TRUE(all_once(counts_of(pool, 100)));
+
+  struct Region {
+    ThreadPool* pool;
+    std::atomic<int64_t> tasks{0};
+  } region{&pool};
+  auto* parallel =
+      reinterpret_cast<void (*)(void (*)(void*), void*, unsigned, unsigned)>(dlsym(runtime, "GOMP_parallel"));
+  parallel(
+      [](void* context) {
+        auto* self = static_cast<Region*>(context);
+        self->pool->parallel_for(50, [&](int64_t, int thread) {
+          EXPECT_EQ(thread, 0);
+          ++self->tasks;
+        });
+      },
+      &region, 2, 0);
+  EXPECT_EQ(region.tasks, 100);
 }
 
 }  // namespace

@@ -11,9 +11,7 @@ namespace polyop {
 namespace {
 
 /// The folder polyop/ops of the source tree.
-std::filesystem::path ops_folder() {
-  return std::filesystem::path(__FILE__).parent_path().parent_path().parent_path().parent_path() / "polyop" / "ops";
-}
+std::filesystem::path ops_folder() { return std::filesystem::path(POLYOP_SOURCE_DIR) / "polyop" / "ops"; }
 
 TEST(Registry, HoldsTheOperatorsOfTheLibrary) {
   for (const char* name : {"attention", "circular_pad", "int4_groupwise_gemm", "kv_cache_update", "qk_norm_rope_append",

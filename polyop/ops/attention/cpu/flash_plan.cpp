@@ -5,6 +5,7 @@
 #include <limits>
 #include <string>
 
+#include "polyop/core/numeric_types.h"
 #include "polyop/cpu/thread_pool.h"
 
 namespace polyop::cpu {
@@ -38,22 +39,34 @@ void clear_row(const AttentionProblem& problem, int64_t outer, int64_t row, int6
 
 }  // namespace
 
-FlashPlan::FlashPlan(const AttentionProblem& problem) {
+FlashState take_flash_state(ScratchCutter& scratch, int64_t block_rows, int64_t rows, int64_t padded_dim) {
+  FlashState state{};
+  state.chunk_out = scratch.take<float>(block_rows * padded_dim);
+  state.chunk_max = scratch.take<float>(block_rows);
+  state.chunk_sum = scratch.take<float>(block_rows);
+  state.total_out = scratch.take<float>(rows * padded_dim);
+  state.total_max = scratch.take<float>(rows);
+  state.total_sum = scratch.take<float>(rows);
+  return state;
+}
+
+FlashPlan::FlashPlan(const AttentionProblem& problem, const FlashPlanShape& shape) {
   num_threads = ThreadPool::shared().num_threads();
+  keys_per_chunk = shape.keys_per_chunk;
   const int64_t rows_per_kv_head = problem.num_query_rows * problem.group_size();
   const int64_t rows = rows_per_kv_head * problem.num_kv_heads;
   const int64_t even_share = ceil_div(rows, num_threads * kTasksPerThread);
-  rows_per_task = std::clamp(round_up(even_share, kMinRowsPerTask), kMinRowsPerTask, kMaxRowsPerTask);
+  rows_per_task =
+      std::clamp(round_up(even_share, shape.min_rows_per_task), shape.min_rows_per_task, shape.max_rows_per_task);
 
-  padded_dim = round_up(std::max(problem.head_dim, problem.value_head_dim), kLanePadding);
-  scratch_floats = rows_per_task * (3 * padded_dim + kKeysPerChunk) + 3 * kKeysPerTile * padded_dim +
-                   4 * round_up(rows_per_task, kLanePadding) + padded_dim;
+  padded_dim = round_up(std::max(problem.head_dim, problem.value_head_dim), shape.dim_padding);
+  scratch_bytes = shape.scratch_bytes(problem, rows_per_task, padded_dim);
   partial_floats = kLanePadding + padded_dim;
 
   const int64_t groups = problem.num_kv_heads * (ceil_div(rows_per_kv_head, rows_per_task) + problem.num_sequences);
   if (num_threads > 1) {
     const int64_t fitting = kMaxPartialBytes / (partial_floats * static_cast<int64_t>(sizeof(float)));
-    partial_capacity = std::min(rows * ceil_div(problem.kv_capacity, kKeysPerChunk), fitting);
+    partial_capacity = std::min(rows * ceil_div(problem.kv_capacity, keys_per_chunk), fitting);
   }
   // A split group turns into one task a chunk, each of which owns at least one partial result.
   task_capacity = groups + partial_capacity;
@@ -61,8 +74,7 @@ FlashPlan::FlashPlan(const AttentionProblem& problem) {
 
 int64_t FlashPlan::workspace_bytes() const {
   return 2 * aligned(task_capacity * static_cast<int64_t>(sizeof(FlashTask))) +
-         aligned(partial_capacity * partial_floats * static_cast<int64_t>(sizeof(float))) +
-         num_threads * aligned(scratch_floats * static_cast<int64_t>(sizeof(float)));
+         aligned(partial_capacity * partial_floats * static_cast<int64_t>(sizeof(float))) + num_threads * scratch_bytes;
 }
 
 void FlashPlan::build(const AttentionProblem& problem, Workspace workspace) {
@@ -73,7 +85,7 @@ void FlashPlan::build(const AttentionProblem& problem, Workspace workspace) {
   memory += aligned(task_capacity * static_cast<int64_t>(sizeof(FlashTask)));
   partials = reinterpret_cast<float*>(memory);
   memory += aligned(partial_capacity * partial_floats * static_cast<int64_t>(sizeof(float)));
-  scratch = reinterpret_cast<float*>(memory);
+  scratch = memory;
 
   // ---- one task for each group of rows
   int64_t num_groups = 0;
@@ -91,8 +103,8 @@ void FlashPlan::build(const AttentionProblem& problem, Workspace workspace) {
                      .cost = 0};
       const IndexRange keys = task_keys(problem, task);
       if (keys.size() > 0) {
-        task.chunk_begin = keys.begin / kKeysPerChunk;
-        task.chunk_end = ceil_div(keys.end, kKeysPerChunk);
+        task.chunk_begin = keys.begin / keys_per_chunk;
+        task.chunk_end = ceil_div(keys.end, keys_per_chunk);
       }
       // Widening a tile costs about as much as four rows of it.
       task.cost = keys.size() * (task.rows() + 4) + task.rows();
@@ -138,29 +150,10 @@ void FlashPlan::build(const AttentionProblem& problem, Workspace workspace) {
   splits = {split_memory, static_cast<size_t>(num_splits)};
 }
 
-FlashScratch FlashPlan::scratch_of(int thread) const {
-  float* next = scratch + thread * (aligned(scratch_floats * static_cast<int64_t>(sizeof(float))) /
-                                    static_cast<int64_t>(sizeof(float)));
-  const auto take = [&next](int64_t floats) {
-    float* taken = next;
-    next += floats;
-    return taken;
-  };
-  const int64_t state = round_up(rows_per_task, kLanePadding);
-  FlashScratch parts{};
-  parts.q = take(rows_per_task * padded_dim);
-  parts.k_rows = take(kKeysPerTile * padded_dim);
-  parts.k_tile = take(kKeysPerTile * padded_dim);
-  parts.v_rows = take(kKeysPerTile * padded_dim);
-  parts.scores = take(rows_per_task * kKeysPerChunk);
-  parts.chunk_out = take(rows_per_task * padded_dim);
-  parts.total_out = take(rows_per_task * padded_dim);
-  parts.chunk_max = take(state);
-  parts.chunk_sum = take(state);
-  parts.total_max = take(state);
-  parts.total_sum = take(state);
-  parts.zero_row = take(padded_dim);
-  return parts;
+Status check_workspace(int64_t wanted_bytes, Workspace workspace) {
+  if (workspace.bytes >= wanted_bytes) return Status::ok();
+  return internal_error("attention: workspace has " + std::to_string(workspace.bytes) + " bytes, wanted " +
+                        std::to_string(wanted_bytes));
 }
 
 void clear_rows_without_sequence(const AttentionProblem& problem) {
@@ -192,15 +185,34 @@ void list_key_addresses(const AttentionProblem& problem, const HeadRows& rows, i
   }
 }
 
-Status check_float_operands(const AttentionProblem& problem) {
-  const auto check = [](const char* operand, DType dtype) {
-    if (dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16) return Status::ok();
-    return unsupported(std::string(operand) + " is " + std::string(dtype_name(dtype)) + ", wanted f32, f16 or bf16");
+Status check_plain_softmax(const AttentionProblem& problem) {
+  if (problem.normalization != AttentionNormalization::kSoftmax)
+    return unsupported("normalization is none, wanted softmax");
+  if (problem.weight_quantization != AttentionWeightQuantization::kNone) return unsupported("weights are quantized");
+  if (problem.operand_scale != 1.0f) return unsupported("q and k are scaled in their own dtype");
+  if (problem.mask.data != nullptr) return unsupported("it takes no dense mask");
+  return Status::ok();
+}
+
+Status check_query_dtype(const AttentionProblem& problem) {
+  const DType dtype = problem.q.dtype;
+  if (dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16) return Status::ok();
+  return unsupported("q is " + std::string(dtype_name(dtype)) + ", wanted f32, f16 or bf16");
+}
+
+const float* byte_values(DType dtype) {
+  struct Tables {
+    float f8e4m3[256];
+    float i8[256];
+    Tables() {
+      for (int i = 0; i < 256; ++i) {
+        f8e4m3[i] = F8E4M3{static_cast<uint8_t>(i)}.to_float();
+        i8[i] = static_cast<float>(static_cast<int8_t>(i));
+      }
+    }
   };
-  POLYOP_RETURN_IF_ERROR(check("q", problem.q.dtype));
-  POLYOP_RETURN_IF_ERROR(check("k", problem.k.dtype));
-  POLYOP_RETURN_IF_ERROR(check("v", problem.v.dtype));
-  return check("out", problem.out.dtype);
+  static const Tables tables;
+  return dtype == DType::kF8E4M3 ? tables.f8e4m3 : tables.i8;
 }
 
 }  // namespace polyop::cpu

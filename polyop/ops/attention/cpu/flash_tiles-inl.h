@@ -122,8 +122,18 @@ HWY_INLINE void widen_row(const T* from, size_t count, float factor, float* to) 
   if (i < count) hn::StoreU(hn::Mul(load_f32_n(d, from + i, count - i), factors), d, to + i);
 }
 
+// The same for numbers of one byte, by a table of their values.
+inline void widen_bytes(const float* values, const std::byte* from, size_t count, float factor, float* to) {
+  size_t i = 0;
+  for (; i < count; ++i) to[i] = values[static_cast<uint8_t>(from[i])] * factor;
+  for (; i % kLanes != 0; ++i) to[i] = 0.0f;
+}
+
 inline void widen_row(DType dtype, const std::byte* from, size_t count, float factor, float* to) {
   switch (dtype) {
+    case DType::kF8E4M3:
+    case DType::kI8:
+      return widen_bytes(byte_values(dtype), from, count, factor, to);
     case DType::kF16:
       return widen_row(reinterpret_cast<const F16*>(from), count, factor, to);
     case DType::kBF16:
@@ -133,14 +143,13 @@ inline void widen_row(DType dtype, const std::byte* from, size_t count, float fa
   }
 }
 
-// to[i] = from[i] * factor / divisor for i < count, rounded once to the dtype.
+// to[i] = from[i] * factor for i < count, rounded once to the dtype.
 template <class T>
-HWY_INLINE void narrow_row(const float* from, size_t count, float factor, float divisor, T* to) {
+HWY_INLINE void narrow_row(const float* from, size_t count, float factor, T* to) {
   const F32 d;
   const F32Vec factors = hn::Set(d, factor);
-  const F32Vec divisors = hn::Set(d, divisor);
   for (size_t i = 0; i < count; i += kLanes) {
-    const F32Vec value = hn::Div(hn::Mul(hn::LoadU(d, from + i), factors), divisors);
+    const F32Vec value = hn::Mul(hn::LoadU(d, from + i), factors);
     if (i + kLanes <= count) {
       store_f32(d, value, to + i);
     } else {
@@ -149,14 +158,17 @@ HWY_INLINE void narrow_row(const float* from, size_t count, float factor, float 
   }
 }
 
-inline void narrow_row(DType dtype, const float* from, size_t count, float factor, float divisor, std::byte* to) {
+inline void narrow_row(DType dtype, const float* from, size_t count, float factor, std::byte* to) {
   switch (dtype) {
+    case DType::kF8E4M3:
+      for (size_t i = 0; i < count; ++i) reinterpret_cast<F8E4M3*>(to)[i] = F8E4M3::from_float(from[i] * factor);
+      return;
     case DType::kF16:
-      return narrow_row(from, count, factor, divisor, reinterpret_cast<F16*>(to));
+      return narrow_row(from, count, factor, reinterpret_cast<F16*>(to));
     case DType::kBF16:
-      return narrow_row(from, count, factor, divisor, reinterpret_cast<BF16*>(to));
+      return narrow_row(from, count, factor, reinterpret_cast<BF16*>(to));
     default:
-      return narrow_row(from, count, factor, divisor, reinterpret_cast<float*>(to));
+      return narrow_row(from, count, factor, reinterpret_cast<float*>(to));
   }
 }
 

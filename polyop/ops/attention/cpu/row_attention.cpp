@@ -1,7 +1,8 @@
 // row_attention: attention by whole rows of scores, in f32 on all CPU threads: what needs the final weight of every key
 // before any value is read, or looks at single keys.
 // Math      s = scale q k^T (+ mask), w = softmax(s) or s, w' = quantized w, out = sum of w' v over the visible keys
-// Shapes    q [T, Hq, D] or [B, S, Hq, D] · k, v paged, packed or padded · mask [B|1, Hq|1, S|1, L|1]; f32, f16, bf16
+// Shapes    q [T, Hq, D] or [B, S, Hq, D] · k, v paged, packed or padded · mask [B|1, Hq|1, S|1, L|1];
+//           f32, f16, bf16, k, v also f8e4m3, i8 with scales, out also f8e4m3
 // Layout    innermost axis dense, other strides free
 // Work      task = some rows (query row x head of one kv head) x all their keys; as many rows as keep their scores in
 //           kScoreBytes
@@ -105,7 +106,8 @@ void widen_operand(const AttentionProblem& problem, DType dtype, const std::byte
 void load_queries(const RowRun& run) {
   const AttentionProblem& problem = run.problem;
   const F32 d;
-  const F32Vec unit = hn::Set(d, static_cast<float>(static_cast<double>(problem.scale) * score_unit(problem)));
+  const F32Vec unit = hn::Set(
+      d, static_cast<float>(static_cast<double>(score_factor(problem, run.task.kv_head)) * score_unit(problem)));
   for (int64_t r = 0; r < run.num_rows(); ++r) {
     float* to = run.scratch.q + r * run.plan.padded_dim;
     widen_operand(problem, problem.q.dtype,
@@ -367,7 +369,8 @@ void run_task(const AttentionProblem& problem, const RowPlan& plan, const RowTas
   }
   for (int64_t tile = first_tile; tile < run.keys.end; tile += kKeysPerTile) accumulate_tile(run, tile);
   for (int64_t r = 0; r < run.num_rows(); ++r) {
-    narrow_row(problem.out.dtype, scratch.out + r * plan.padded_dim, problem.value_head_dim, 1.0f, 1.0f,
+    narrow_row(problem.out.dtype, scratch.out + r * plan.padded_dim, problem.value_head_dim,
+               value_factor(problem, task.kv_head),
                problem.row_address(problem.out, task.sequence, run.query_row(r), run.query_head(r)));
   }
 }
@@ -384,23 +387,13 @@ HWY_EXPORT(run_task);
 
 }  // namespace
 
-Status supports_row_attention(const AttentionProblem& problem) {
-  POLYOP_RETURN_IF_ERROR(check_float_operands(problem));
-  if (problem.k_scale.data != nullptr || problem.v_scale.data != nullptr) {
-    return unsupported("it takes no k_scale or v_scale");
-  }
-  return Status::ok();
-}
+Status supports_row_attention(const AttentionProblem& problem) { return check_query_dtype(problem); }
 
 int64_t row_attention_workspace_bytes(const AttentionProblem& problem) { return RowPlan(problem).workspace_bytes(); }
 
 Status row_attention(const AttentionProblem& problem, Workspace workspace, Stream) {
   RowPlan plan(problem);
-  // The pool may have grown since the workspace was sized.
-  if (workspace.bytes < plan.workspace_bytes()) {
-    return internal_error("attention: workspace has " + std::to_string(workspace.bytes) + " bytes, wanted " +
-                          std::to_string(plan.workspace_bytes()));
-  }
+  POLYOP_RETURN_IF_ERROR(check_workspace(plan.workspace_bytes(), workspace));
   plan.build(problem, workspace);
   clear_rows_without_sequence(problem);
   ThreadPool::shared().parallel_for(static_cast<int64_t>(plan.tasks.size()), [&](int64_t task, int thread) {

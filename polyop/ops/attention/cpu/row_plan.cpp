@@ -31,20 +31,21 @@ RowPlan::RowPlan(const AttentionProblem& problem) {
   const int64_t fitting = std::max(kPayingRows, kScoreBytes / (padded_keys * static_cast<int64_t>(sizeof(float))));
   const int64_t wanted = std::min(fitting, even_share) / kLeastRows * kLeastRows;
   rows_per_task = std::clamp(wanted, kLeastRows, kMostRows);
-  scratch_floats = rows_per_task * (2 * padded_dim + padded_keys) + 2 * kKeysPerTile * padded_dim + padded_dim;
+  ScratchCutter counter;
+  take_scratch(counter);
+  scratch_bytes = counter.bytes();
   task_capacity =
       problem.num_kv_heads * (ceil_div(std::max<int64_t>(rows_per_kv_head, 0), rows_per_task) + problem.num_sequences);
 }
 
 int64_t RowPlan::workspace_bytes() const {
-  return aligned(task_capacity * static_cast<int64_t>(sizeof(RowTask))) +
-         num_threads * aligned(scratch_floats * static_cast<int64_t>(sizeof(float)));
+  return aligned(task_capacity * static_cast<int64_t>(sizeof(RowTask))) + num_threads * scratch_bytes;
 }
 
 void RowPlan::build(const AttentionProblem& problem, Workspace workspace) {
   auto* memory = static_cast<std::byte*>(workspace.data);
   auto* list = reinterpret_cast<RowTask*>(memory);
-  scratch = reinterpret_cast<float*>(memory + aligned(task_capacity * static_cast<int64_t>(sizeof(RowTask))));
+  scratch = memory + aligned(task_capacity * static_cast<int64_t>(sizeof(RowTask)));
   int64_t count = 0;
   for (int64_t sequence = 0; sequence < problem.num_sequences; ++sequence) {
     const int64_t rows = problem.query_length(sequence) * problem.group_size();
@@ -60,22 +61,20 @@ void RowPlan::build(const AttentionProblem& problem, Workspace workspace) {
   tasks = {list, static_cast<size_t>(count)};
 }
 
-RowScratch RowPlan::scratch_of(int thread) const {
-  float* next = scratch + thread * (aligned(scratch_floats * static_cast<int64_t>(sizeof(float))) /
-                                    static_cast<int64_t>(sizeof(float)));
-  const auto take = [&next](int64_t floats) {
-    float* taken = next;
-    next += floats;
-    return taken;
-  };
+RowScratch RowPlan::take_scratch(ScratchCutter& memory) const {
   RowScratch parts{};
-  parts.q = take(rows_per_task * padded_dim);
-  parts.kv_rows = take(kKeysPerTile * padded_dim);
-  parts.k_tile = take(kKeysPerTile * padded_dim);
-  parts.scores = take(rows_per_task * padded_keys);
-  parts.out = take(rows_per_task * padded_dim);
-  parts.zero_row = take(padded_dim);
+  parts.q = memory.take<float>(rows_per_task * padded_dim);
+  parts.kv_rows = memory.take<float>(kKeysPerTile * padded_dim);
+  parts.k_tile = memory.take<float>(kKeysPerTile * padded_dim);
+  parts.scores = memory.take<float>(rows_per_task * padded_keys);
+  parts.out = memory.take<float>(rows_per_task * padded_dim);
+  parts.zero_row = memory.take<float>(padded_dim);
   return parts;
+}
+
+RowScratch RowPlan::scratch_of(int thread) const {
+  ScratchCutter memory(scratch + thread * scratch_bytes);
+  return take_scratch(memory);
 }
 
 }  // namespace polyop::cpu

@@ -5,6 +5,7 @@
 #include <span>
 
 #include "polyop/core/kernel_list.h"
+#include "polyop/cpu/scratch.h"
 #include "polyop/ops/attention/attention_problem.h"
 
 namespace polyop::cpu {
@@ -29,14 +30,14 @@ struct RowScratch {
 
 struct RowPlan {
   int64_t rows_per_task = 0;
-  int64_t padded_dim = 0;      // Dp
-  int64_t padded_keys = 0;     // Lp
-  int64_t scratch_floats = 0;  // per thread
+  int64_t padded_dim = 0;     // Dp
+  int64_t padded_keys = 0;    // Lp
+  int64_t scratch_bytes = 0;  // per thread, a multiple of kWorkspaceAlignment
   int64_t task_capacity = 0;
   int num_threads = 1;
 
   std::span<RowTask> tasks;  // set by build()
-  float* scratch = nullptr;
+  std::byte* scratch = nullptr;
 
   /// Sizes from shapes and the number of threads alone.
   explicit RowPlan(const AttentionProblem& problem);
@@ -47,6 +48,9 @@ struct RowPlan {
   void build(const AttentionProblem& problem, Workspace workspace);
 
   [[nodiscard]] RowScratch scratch_of(int thread) const;
+
+ private:
+  RowScratch take_scratch(ScratchCutter& memory) const;
 };
 
 }  // namespace polyop::cpu

@@ -18,7 +18,9 @@
 #include <vector>
 
 #include "polyop/core/numeric_types.h"
+#include "polyop/cpu/amx.h"
 #include "polyop/ops/attention/attention_kernels.h"
+#include "tests/cpp/testing/simd_targets.h"
 
 namespace polyop::testing {
 
@@ -27,6 +29,32 @@ struct SequenceSpec {
   int64_t kv_length = 0;
   uint64_t id = 0;
 };
+
+/// Whether run_fast() means amx_attention instead of flash_attention.
+inline bool& tests_amx() {
+  static bool value = false;
+  return value;
+}
+
+/// Calls check() for flash_attention on each SIMD target of this processor, then for amx_attention where there is AMX.
+template <class Check>
+void on_every_flash_kernel(Check check) {
+  on_every_simd_target(check);
+  if (!cpu::has_amx_bf16()) {
+    std::puts("[   NOTE   ] amx_attention: not tested, this machine has no AMX-BF16 or POLYOP_AMX=0 is set");
+    return;
+  }
+  tests_amx() = true;
+  SCOPED_TRACE("amx_attention");
+  check();
+  tests_amx() = false;
+}
+
+/// Dtypes of keys that the kernel under test takes.
+inline std::vector<DType> key_dtypes() {
+  if (tests_amx()) return {DType::kBF16};
+  return {DType::kF32, DType::kF16, DType::kBF16};
+}
 
 struct AttentionCase {
   std::vector<SequenceSpec> sequences;
@@ -139,7 +167,11 @@ class AttentionMemory {
     return collect();
   }
 
-  AttentionResult run_fast() { return run(cpu::flash_attention, cpu::flash_attention_workspace_bytes); }
+  /// The flash kernel under test (see on_every_flash_kernel).
+  AttentionResult run_fast() {
+    if (tests_amx()) return run(cpu::amx_attention, cpu::amx_attention_workspace_bytes);
+    return run(cpu::flash_attention, cpu::flash_attention_workspace_bytes);
+  }
   AttentionResult run_reference() { return run(attention_reference, attention_reference_workspace_bytes); }
 
   /// Address of one element of a key or value that belongs to a sequence.
@@ -311,10 +343,12 @@ struct AttentionBound {
     const auto depth = static_cast<double>(spec.head_dim);
     // |q| and |k| are at most the magnitude: sum_d |q_d k_d| <= D magnitude^2.
     const double logits = depth * spec.magnitude * spec.magnitude / std::sqrt(depth);
-    const double in_chunk = std::sqrt(static_cast<double>(std::min<int64_t>(longest, 512)));
-    const double chunks = std::ceil(static_cast<double>(longest) / 512.0);
+    const int64_t chunk = tests_amx() ? 256 : 512;
+    const double in_chunk = std::sqrt(static_cast<double>(std::min(longest, chunk)));
+    const double chunks = std::ceil(static_cast<double>(longest) / static_cast<double>(chunk));
     const double of_logits = 4.0 * std::sqrt(depth + 4.0) * logits;
     weights = kUnit * (2.0 * of_logits + 8.0 * in_chunk + 16.0 * chunks + 16.0);
+    if (tests_amx() && out_dtype != DType::kF32) weights += 0x1p-17;  // weights of 16 significant bits
     lse = kUnit * (of_logits + 4.0 * in_chunk + 16.0 * chunks + 16.0);
     rounding = out_dtype == DType::kF32 ? kUnit : out_dtype == DType::kF16 ? 0x1p-11 : 0x1p-8;
     floor = out_dtype == DType::kF16 ? 0x1p-25 : 0x1p-126;
@@ -326,7 +360,9 @@ inline void expect_matches_reference(const AttentionCase& spec) {
   SCOPED_TRACE(spec.to_string());
   AttentionMemory fast(spec, spec.dtype);
   AttentionMemory exact(spec, DType::kF32);
-  ASSERT_TRUE(cpu::supports_flash_attention(fast.problem).is_ok());
+  const Status supported =
+      tests_amx() ? cpu::supports_amx_attention(fast.problem) : cpu::supports_flash_attention(fast.problem);
+  ASSERT_TRUE(supported.is_ok()) << supported.message();
   const AttentionResult got = fast.run_fast();
   const AttentionResult wanted = exact.run_reference();
   const AttentionBound bound(spec, spec.dtype);

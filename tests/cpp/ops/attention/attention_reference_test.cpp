@@ -218,7 +218,7 @@ TEST(Attention_Kernels, TheReferenceIsLastAndTakesWhatTheFastKernelsRefuse) {
   probe.problem.normalization = AttentionNormalization::kNone;
   ASSERT_TRUE(choose_kernel("attention", kernels, DeviceType::kCpu, probe.problem, &chosen).is_ok());
   EXPECT_EQ(chosen->name, "cpu_row_attention");
-  probe.problem.out.dtype = DType::kF8E4M3;
+  probe.problem.q.dtype = DType::kF8E4M3;
   ASSERT_TRUE(choose_kernel("attention", kernels, DeviceType::kCpu, probe.problem, &chosen).is_ok());
   EXPECT_EQ(chosen->name, "reference");
   EXPECT_EQ(chosen, &kernels.back());

@@ -2,7 +2,6 @@
 // are, with any strides, any number of threads, and whether a row comes in a prefill, a chunk or a decode step.
 #include "polyop/cpu/thread_pool.h"
 #include "tests/cpp/ops/attention/attention_case.h"
-#include "tests/cpp/testing/simd_targets.h"
 
 namespace polyop::testing {
 namespace {
@@ -10,7 +9,7 @@ namespace {
 constexpr int64_t kHeads = 6;
 constexpr int64_t kHeadDim = 20;
 
-AttentionCase case_of(std::vector<SequenceSpec> sequences, DType dtype = DType::kF32) {
+AttentionCase case_of(std::vector<SequenceSpec> sequences, DType dtype = key_dtypes().front()) {
   AttentionCase spec{.sequences = std::move(sequences), .num_query_heads = kHeads, .num_kv_heads = 2};
   spec.head_dim = kHeadDim;
   spec.dtype = dtype;
@@ -36,8 +35,8 @@ void expect_same(const AttentionResult& got, const AttentionResult& wanted, cons
 const std::vector<SequenceSpec> kBatch = {{33, 33, 1}, {1, 700, 2}, {0, 0, 3}, {70, 600, 4}, {1, 1, 5}, {7, 1300, 6}};
 
 TEST(AttentionInvariance_Cpu, BatchNeighbours) {
-  on_every_simd_target([] {
-    for (DType dtype : {DType::kF32, DType::kBF16}) {
+  on_every_flash_kernel([] {
+    for (DType dtype : key_dtypes()) {
       const AttentionResult batch = run(case_of(kBatch, dtype));
       int64_t first_row = 0;
       for (const SequenceSpec& s : kBatch) {
@@ -49,7 +48,7 @@ TEST(AttentionInvariance_Cpu, BatchNeighbours) {
 }
 
 TEST(AttentionInvariance_Cpu, PagesStridesAndForms) {
-  on_every_simd_target([] {
+  on_every_flash_kernel([] {
     const AttentionResult wanted = run(case_of(kBatch));
     for (int64_t page : {1, 3, 16, 128}) {
       AttentionCase spec = case_of(kBatch);
@@ -69,19 +68,22 @@ TEST(AttentionInvariance_Cpu, PagesStridesAndForms) {
 TEST(AttentionInvariance_Cpu, Threads) {
   cpu::ThreadPool& pool = cpu::ThreadPool::shared();
   const int before = pool.num_threads();
-  for (const auto& batch : {kBatch, std::vector<SequenceSpec>{{1, 1300, 6}}, std::vector<SequenceSpec>{{7, 1300, 6}}}) {
-    pool.set_num_threads(1);
-    const AttentionResult wanted = run(case_of(batch));
-    for (int threads : {2, 3}) {
-      pool.set_num_threads(threads);
-      for (int round = 0; round < 3; ++round) expect_same(run(case_of(batch)), wanted, std::to_string(threads));
+  on_every_flash_kernel([&] {
+    for (const auto& batch :
+         {kBatch, std::vector<SequenceSpec>{{1, 1300, 6}}, std::vector<SequenceSpec>{{7, 1300, 6}}}) {
+      pool.set_num_threads(1);
+      const AttentionResult wanted = run(case_of(batch));
+      for (int threads : {2, 3}) {
+        pool.set_num_threads(threads);
+        for (int round = 0; round < 3; ++round) expect_same(run(case_of(batch)), wanted, std::to_string(threads));
+      }
     }
-  }
+  });
   pool.set_num_threads(before);
 }
 
 TEST(AttentionInvariance_Cpu, PrefillChunksAndDecodeStepsAgree) {
-  on_every_simd_target([] {
+  on_every_flash_kernel([] {
     constexpr int64_t kLength = 600;
     const AttentionResult whole = run(case_of({{kLength, kLength, 1}}));
     for (int64_t end : {1, 17, 64, 65, 512, 513, 600}) {
@@ -95,7 +97,7 @@ TEST(AttentionInvariance_Cpu, PrefillChunksAndDecodeStepsAgree) {
 }
 
 TEST(AttentionInvariance_Cpu, SlidingWindowDoesNotDependOnTheCut) {
-  on_every_simd_target([] {
+  on_every_flash_kernel([] {
     AttentionCase whole = case_of({{600, 600, 1}});
     whole.window = 150;
     const AttentionResult wanted = run(whole);

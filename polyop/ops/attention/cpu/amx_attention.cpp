@@ -1,0 +1,554 @@
+// amx_attention: flash attention over keys and values that are exact in bf16, its products on AMX tiles, as accurate as
+// f32. Math      as flash_attention, per chunk of 256 keys. A query of f16 or f32 is the sum of two or three bf16
+// pieces,
+//           exactly; a weight is rounded to two (16 significant bits) when out is f16 or bf16, to three (exact) when it
+//           is f32
+// Shapes    q [T, Hq, D] or [B, S, Hq, D] · k, v paged [P, R, Hkv, D|Dv], packed [Tkv, Hkv, D|Dv] or padded
+//           [B, Lmax, Hkv, D|Dv] · lse [T, Hq] or [B, S, Hq]; k, v bf16, f8e4m3 or i8 (with
+//           scales); q, out f32, f16 or bf16, out f8e4m3 too
+// Layout    innermost axis dense, other strides free
+// Work      as flash_attention, by the same plan; products of 32 rows x 32 keys and 32 rows x 32 values
+// Memory    a chunk's values are interleaved in pairs once per task. More than 16 rows: its keys are transposed to
+// words;
+//           scores and weights of 32 rows stay in L1. Up to 16 rows: keys are the left operand, read from the cache
+//           itself
+// Roofline  prefill: D + 2 Dv products a score at 1024 a cycle against about 15 vector instructions for its weight:
+// bound by
+//           the vector units up to D = 64, by both at 128 · decode: reading k and v
+// Numerics  products exact, sums f32; a row's bits depend on its own q and keys only, and are the same in prefill and
+//           decode: which operand stands on the left of a tile changes nothing. Queries and values with infinities or
+//           NaN are multiplied in f32 apart. Subnormal bf16 numbers count as 0
+// Limits    softmax without dense mask or quantized weights; machines with AMX-BF16. f16 and f32 keys need two and
+// three pieces,
+//           which cost more than the tiles save: flash_attention takes them
+#include "polyop/cpu/amx.h"
+#include "polyop/cpu/avx512_target.h"
+//
+#include <hwy/highway.h>
+
+#include <algorithm>
+#include <limits>
+#include <numbers>
+#include <string>
+
+#include "polyop/cpu/thread_pool.h"
+#include "polyop/ops/attention/attention_kernels.h"
+#include "polyop/ops/attention/cpu/flash_plan.h"
+
+#if POLYOP_AMX
+
+#include "polyop/ops/attention/cpu/amx_tiles-inl.h"
+#include "polyop/ops/attention/cpu/flash_task-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace polyop::cpu {
+namespace HWY_NAMESPACE {
+
+// Keys of one softmax: the scores and weights of a block of rows stay in L1.
+constexpr int64_t kKeysPerChunk = 256;
+constexpr int64_t kRowBlock = 2 * kAmxRows;
+// Up to this many rows keys are the left operand: one tile holds all queries.
+constexpr int64_t kFewRows = kAmxRows;
+// Rows of scores lie a line more than a power of two apart, which would put them into few sets of the cache.
+constexpr int64_t kScoreStride = kKeysPerChunk + kAmxRows;
+constexpr int64_t kWeightStride = kKeysPerChunk + kAmxDepth;
+constexpr int64_t kMaxRows = 384;
+static_assert(kKeysPerTile % kAmxDepth == 0 && kKeysPerTile == 4 * kAmxRows);
+
+// Pieces of the left operands. Keys and values are single pieces.
+struct AmxPrecision {
+  int query;
+  int weight;
+
+  explicit AmxPrecision(const AttentionProblem& problem)
+      : query(exact_pieces(problem.q.dtype)), weight(problem.out.dtype == DType::kF32 ? 3 : 2) {}
+};
+
+// Keys of a chunk, or rows of a task, that hold an infinity or NaN where that matters.
+struct SpecialList {
+  int64_t count;
+  int64_t index[std::max(kKeysPerChunk, kMaxRows)];
+
+  void add(int64_t i) { index[count++] = i; }
+};
+
+// Scratch of one thread; Dp = padded_dim, a multiple of 32.
+struct AmxScratch {
+  uint16_t* q;            // (pieces, rows, Dp)
+  uint32_t* q_words;      // (pieces, Dp / 2, 16): the right operand of few rows
+  uint16_t* kv_rows;      // (kKeysPerTile, Dp) copies of keys or values that the tiles cannot read in place
+  uint32_t* k_words;      // (kKeysPerChunk / kKeysPerTile, Dp / 2, kKeysPerTile)
+  uint32_t* v_pairs;      // (kKeysPerChunk / 2, Dp)
+  float* key_scores;      // (kKeysPerTile, 16): scores of few rows, keys first
+  float* scores;          // (kRowBlock, kScoreStride)
+  uint16_t* weights;      // (pieces, kRowBlock, kWeightStride)
+  float* wide_rows;       // (2, Dp) for rows that are multiplied apart
+  uint16_t* zero_row;     // (Dp) zeros: stands in for keys that must not be read
+  SpecialList* specials;  // (2)
+  FlashState state;
+};
+
+AmxScratch take_scratch(ScratchCutter& memory, const AmxPrecision& precision, int64_t rows, int64_t padded_dim) {
+  AmxScratch scratch{};
+  scratch.q = memory.take<uint16_t>(precision.query * rows * padded_dim);
+  scratch.q_words = memory.take<uint32_t>(precision.query * padded_dim / 2 * kFewRows);
+  scratch.kv_rows = memory.take<uint16_t>(kKeysPerTile * padded_dim);
+  scratch.k_words = memory.take<uint32_t>(padded_dim / 2 * kKeysPerChunk);
+  scratch.v_pairs = memory.take<uint32_t>(kKeysPerChunk / 2 * padded_dim);
+  scratch.key_scores = memory.take<float>(kKeysPerTile * kFewRows);
+  scratch.scores = memory.take<float>(kRowBlock * kScoreStride);
+  scratch.weights = memory.take<uint16_t>(precision.weight * kRowBlock * kWeightStride);
+  scratch.wide_rows = memory.take<float>(2 * padded_dim);
+  scratch.zero_row = memory.take<uint16_t>(padded_dim);
+  scratch.specials = memory.take<SpecialList>(2);
+  scratch.state = take_flash_state(memory, kRowBlock, rows, padded_dim);
+  return scratch;
+}
+
+// Rows [begin, begin + count) of a task, and the keys of a chunk that some of them see, relative to the chunk.
+struct RowBlock {
+  int64_t begin;
+  int64_t count;
+  IndexRange keys;
+
+  // The keys in whole blocks of depths.
+  [[nodiscard]] IndexRange padded_keys() const {
+    return {keys.begin / kAmxDepth * kAmxDepth, round_up_to_depth(keys.end)};
+  }
+};
+
+class AmxEngine {
+ public:
+  AmxEngine(const AttentionProblem& problem, const AmxScratch& scratch, const AmxPrecision& precision,
+            const FlashPlan& plan)
+      : scratch_(scratch),
+        precision_(precision),
+        bytes_(problem.k.dtype),
+        q_piece_stride_(plan.rows_per_task * plan.padded_dim),
+        special_queries_(scratch.specials[0]),
+        special_values_(scratch.specials[1]) {
+    std::fill_n(scratch_.zero_row, plan.padded_dim, uint16_t{0});
+  }
+
+  void load_queries(const TaskRun& run) const;
+
+  template <class Finish>
+  void attend_chunk(const TaskRun& run, int64_t chunk, const Finish& finish) const {
+    const int64_t begin = chunk * kKeysPerChunk;
+    special_values_.count = 0;
+    if (!has_few_rows(run)) pack_keys(run, begin);
+    pack_values(run, begin);
+    for (int64_t r = 0; r < run.num_rows(); r += kRowBlock) {
+      const int64_t count = std::min(kRowBlock, run.num_rows() - r);
+      const RowBlock rows{r, count, keys_of_rows(run, r, count, begin, begin + kKeysPerChunk)};
+      if (has_few_rows(run)) {
+        score_few_rows(run, rows, begin);
+      } else {
+        score_many_rows(run, rows);
+      }
+      score_specials(run, rows, begin);
+      weigh_rows(run, rows, begin);
+      accumulate_values(run, rows);
+      accumulate_specials(run, rows, begin);
+      finish(r, count);
+    }
+  }
+
+ private:
+  // The rows of a tile of keys or values as bf16.
+  struct TileRows {
+    const std::byte* rows[kKeysPerTile];
+    bool in_cache;  // they are the cache's own
+  };
+
+  static bool has_few_rows(const TaskRun& run) { return run.num_rows() <= kFewRows; }
+  static const std::byte* query_address(const TaskRun& run, int64_t r) {
+    return run.problem.row_address(run.problem.q, run.task.sequence, run.query_row(r), run.query_head(r));
+  }
+  // Keys of rows [r, r + count) in [begin, end), relative to begin, from the first one to the last one.
+  static IndexRange keys_of_rows(const TaskRun& run, int64_t r, int64_t count, int64_t begin, int64_t end);
+  // Keys of the chunk that some row of the task sees, relative to it.
+  static IndexRange keys_of_chunk(const TaskRun& run, int64_t chunk_begin) {
+    return {std::max(run.keys.begin - chunk_begin, int64_t{0}), std::min(run.keys.end - chunk_begin, kKeysPerChunk)};
+  }
+
+  void gather(const TaskRun& run, const HeadRows& from, int64_t dim, int64_t chunk_begin, int64_t tile,
+              TileRows* to) const;
+  void pack_keys(const TaskRun& run, int64_t chunk_begin) const;
+  void pack_values(const TaskRun& run, int64_t chunk_begin) const;
+  void score_many_rows(const TaskRun& run, const RowBlock& rows) const;
+  void score_few_rows(const TaskRun& run, const RowBlock& rows, int64_t chunk_begin) const;
+  void score_specials(const TaskRun& run, const RowBlock& rows, int64_t chunk_begin) const;
+  static void hide_by_tree(const TaskRun& run, int64_t r, IndexRange keys, int64_t chunk_begin, float factor,
+                           float* scores);
+  void weigh_rows(const TaskRun& run, const RowBlock& rows, int64_t chunk_begin) const;
+  void accumulate_values(const TaskRun& run, const RowBlock& rows) const;
+  void accumulate_specials(const TaskRun& run, const RowBlock& rows, int64_t chunk_begin) const;
+
+  const AmxScratch& scratch_;
+  const AmxPrecision& precision_;
+  ByteTable bytes_;  // for keys and values of one byte
+  int64_t q_piece_stride_;
+  SpecialList& special_queries_;  // rows of the task
+  SpecialList& special_values_;   // keys of the chunk
+};
+
+IndexRange AmxEngine::keys_of_rows(const TaskRun& run, int64_t r, int64_t count, int64_t begin, int64_t end) {
+  const IndexRange first = run.problem.visible_keys(run.task.sequence, run.query_row(r));
+  const IndexRange last = run.problem.visible_keys(run.task.sequence, run.query_row(r + count - 1));
+  const IndexRange joint{std::max(std::min(first.begin, last.begin), begin) - begin,
+                         std::min(std::max(first.end, last.end), end) - begin};
+  return joint.size() > 0 ? joint : IndexRange{};
+}
+
+// ---- operands
+
+void AmxEngine::load_queries(const TaskRun& run) const {
+  const AttentionProblem& problem = run.problem;
+  const int64_t dim = round_up_to_depth(problem.head_dim);
+  special_queries_.count = 0;
+  for (int64_t r = 0; r < run.num_rows(); ++r) {
+    const std::byte* from = query_address(run, r);
+    uint16_t* to = scratch_.q + r * run.padded_dim;
+    bool is_finite = true;  // one piece is the number itself
+    switch (problem.q.dtype) {
+      case DType::kF32:
+        is_finite = split_row<3>(reinterpret_cast<const float*>(from), problem.head_dim, to, q_piece_stride_);
+        break;
+      case DType::kF16:
+        is_finite = split_row<2>(reinterpret_cast<const F16*>(from), problem.head_dim, to, q_piece_stride_);
+        break;
+      default:
+        copy_row(from, problem.head_dim, to);
+        break;
+    }
+    if (is_finite) continue;
+    for (int p = 0; p < precision_.query; ++p) std::fill_n(to + p * q_piece_stride_, dim, uint16_t{0});
+    special_queries_.add(r);
+  }
+  if (!has_few_rows(run)) return;
+  for (int p = 0; p < precision_.query; ++p) {
+    const std::byte* rows[kFewRows];
+    for (int64_t r = 0; r < kFewRows; ++r) {
+      const uint16_t* row = scratch_.q + p * q_piece_stride_ + r * run.padded_dim;
+      rows[r] = reinterpret_cast<const std::byte*>(r < run.num_rows() ? row : scratch_.zero_row);
+    }
+    transpose_row_words(rows, dim, scratch_.q_words + p * run.padded_dim / 2 * kFewRows, kFewRows);
+  }
+}
+
+// The rows of a tile; those that no query of the task sees are zero.
+void AmxEngine::gather(const TaskRun& run, const HeadRows& from, int64_t dim, int64_t chunk_begin, int64_t tile,
+                       TileRows* to) const {
+  const IndexRange keys = keys_of_chunk(run, chunk_begin);
+  const int64_t begin = std::max(keys.begin, tile) - tile;
+  const int64_t end = std::min(keys.end, tile + kKeysPerTile) - tile;
+  std::fill_n(to->rows, kKeysPerTile, reinterpret_cast<const std::byte*>(scratch_.zero_row));
+  list_key_addresses(run.problem, from, run.task.sequence, run.task.kv_head, chunk_begin + tile + begin,
+                     chunk_begin + tile + end, to->rows + begin);
+  const bool has_bytes = dtype_bytes(from.dtype) == 1;
+  to->in_cache = !has_bytes && dim % kAmxDepth == 0;
+  if (to->in_cache) return;
+  for (int64_t j = begin; j < end; ++j) {
+    uint16_t* row = scratch_.kv_rows + j * run.padded_dim;
+    if (has_bytes) {
+      bytes_.widen_row(to->rows[j], dim, row);
+    } else {
+      copy_row(to->rows[j], dim, row);
+    }
+    to->rows[j] = reinterpret_cast<const std::byte*>(row);
+  }
+}
+
+void AmxEngine::pack_keys(const TaskRun& run, int64_t chunk_begin) const {
+  const int64_t dim = round_up_to_depth(run.problem.head_dim);
+  const IndexRange keys = keys_of_chunk(run, chunk_begin);
+  for (int64_t tile = keys.begin / kKeysPerTile * kKeysPerTile; tile < keys.end; tile += kKeysPerTile) {
+    TileRows gathered;
+    gather(run, run.problem.k, run.problem.head_dim, chunk_begin, tile, &gathered);
+    uint32_t* words = scratch_.k_words + tile * run.padded_dim / 2;
+    for (int64_t j = 0; j < kKeysPerTile; j += kAmxRows) {
+      transpose_row_words(gathered.rows + j, dim, words + j, kKeysPerTile);
+    }
+  }
+}
+
+void AmxEngine::pack_values(const TaskRun& run, int64_t chunk_begin) const {
+  const AttentionProblem& problem = run.problem;
+  const int64_t dim = round_up_to_depth(problem.value_head_dim);
+  const IndexRange keys = keys_of_chunk(run, chunk_begin);
+  for (int64_t tile = keys.begin / kKeysPerTile * kKeysPerTile; tile < keys.end; tile += kKeysPerTile) {
+    if (has_few_rows(run)) prefetch_after_tile(run, problem.v, problem.value_head_dim, chunk_begin + tile);
+    TileRows gathered;
+    gather(run, problem.v, problem.value_head_dim, chunk_begin, tile, &gathered);
+    for (int64_t j = 0; j < kKeysPerTile; j += 2) {
+      const uint16_t* rows[2] = {reinterpret_cast<const uint16_t*>(gathered.rows[j]),
+                                 reinterpret_cast<const uint16_t*>(gathered.rows[j + 1])};
+      uint32_t* words = scratch_.v_pairs + (tile + j) / 2 * run.padded_dim;
+      if (pair_rows(rows[0], rows[1], dim, words)) continue;
+      // A weight of zero does not hide infinities and NaN: such rows are added apart.
+      for (int64_t i = 0; i < 2; ++i) {
+        if (pair_rows(rows[i], scratch_.zero_row, dim, words)) continue;
+        special_values_.add(tile + j + i);
+        rows[i] = scratch_.zero_row;
+      }
+      pair_rows(rows[0], rows[1], dim, words);
+    }
+  }
+}
+
+// ---- scores
+
+void AmxEngine::score_many_rows(const TaskRun& run, const RowBlock& rows) const {
+  const int64_t blocks = round_up_to_depth(run.problem.head_dim) / kAmxDepth;
+  const int64_t row_bytes = run.padded_dim * static_cast<int64_t>(sizeof(uint16_t));
+  AmxOperand q{.tiles = {},
+               .row_bytes = row_bytes,
+               .piece_bytes = q_piece_stride_ * static_cast<int64_t>(sizeof(uint16_t)),
+               .depth_bytes = kAmxDepth * sizeof(uint16_t)};
+  q.set_tiles(scratch_.q + rows.begin * run.padded_dim, kAmxRows * row_bytes);
+  AmxOperand k{.tiles = {},
+               .row_bytes = kKeysPerTile * sizeof(uint32_t),
+               .piece_bytes = 0,
+               .depth_bytes = kAmxDepth / 2 * kKeysPerTile * sizeof(uint32_t)};
+  const IndexRange keys = rows.padded_keys();
+  for (int64_t j = keys.begin; j < keys.end; j += kAmxDepth) {
+    const int64_t tile = j / kKeysPerTile * kKeysPerTile;
+    k.set_tiles(scratch_.k_words + tile * run.padded_dim / 2 + (j - tile), kAmxRows * sizeof(uint32_t));
+    if (rows.count > kAmxRows) {
+      multiply_tiles<2, 2>(q, k, precision_.query, blocks, scratch_.scores + j, kScoreStride);
+    } else {
+      multiply_tiles<1, 2>(q, k, precision_.query, blocks, scratch_.scores + j, kScoreStride);
+    }
+  }
+}
+
+void AmxEngine::score_few_rows(const TaskRun& run, const RowBlock& rows, int64_t chunk_begin) const {
+  const AttentionProblem& problem = run.problem;
+  const int64_t dim = round_up_to_depth(problem.head_dim);
+  const int64_t cache_row_bytes = problem.k.row_stride * dtype_bytes(problem.k.dtype);
+  // Sixteen keys of a page, or of a cache without pages, lie one row stride apart.
+  const bool is_regular = problem.kv_form != AttentionKvForm::kPaged || problem.page_size % kAmxRows == 0;
+  AmxOperand q{.tiles = {},
+               .row_bytes = kFewRows * sizeof(uint32_t),
+               .piece_bytes = run.padded_dim / 2 * kFewRows * static_cast<int64_t>(sizeof(uint32_t)),
+               .depth_bytes = kAmxDepth / 2 * kFewRows * sizeof(uint32_t)};
+  q.set_tiles(scratch_.q_words, 0);
+  for (int64_t tile = rows.keys.begin / kKeysPerTile * kKeysPerTile; tile < rows.keys.end; tile += kKeysPerTile) {
+    prefetch_after_tile(run, problem.k, problem.head_dim, chunk_begin + tile);
+    TileRows gathered;
+    gather(run, problem.k, problem.head_dim, chunk_begin, tile, &gathered);
+    AmxOperand k{.tiles = {},
+                 .row_bytes = run.padded_dim * static_cast<int64_t>(sizeof(uint16_t)),
+                 .piece_bytes = 0,
+                 .depth_bytes = kAmxDepth * sizeof(uint16_t)};
+    const bool is_whole = rows.keys.begin <= tile && tile + kKeysPerTile <= rows.keys.end;
+    if (gathered.in_cache && is_regular && is_whole) {
+      k.row_bytes = cache_row_bytes;
+      for (int64_t i = 0; i < 4; ++i) k.tiles[i] = gathered.rows[i * kAmxRows];
+    } else {
+      for (int64_t j = 0; j < kKeysPerTile; ++j) {
+        uint16_t* row = scratch_.kv_rows + j * run.padded_dim;
+        const auto* from = reinterpret_cast<const uint16_t*>(gathered.rows[j]);
+        if (from != row) copy_row(from, dim, row);
+      }
+      k.set_tiles(scratch_.kv_rows, kAmxRows * k.row_bytes);
+    }
+    multiply_tiles<4, 1>(k, q, precision_.query, dim / kAmxDepth, scratch_.key_scores, kFewRows);
+    for (int64_t j = 0; j < kKeysPerTile; j += kAmxRows) {
+      const F32 d;
+      const std::byte* from[kAmxRows];
+      for (int64_t i = 0; i < kAmxRows; ++i) {
+        from[i] = reinterpret_cast<const std::byte*>(scratch_.key_scores + (j + i) * kFewRows);
+      }
+      for (int64_t r = 0; r < rows.count; r += 4) {
+        transpose_words(d, from, r * sizeof(float), [&](size_t c, auto scores) HWY_ATTR {
+          hn::StoreU(scores, d, scratch_.scores + (r + c) * kScoreStride + tile + j);
+        });
+      }
+    }
+  }
+}
+
+// Scores of queries that have no pieces, in f32, depths ascending.
+void AmxEngine::score_specials(const TaskRun& run, const RowBlock& rows, int64_t chunk_begin) const {
+  const AttentionProblem& problem = run.problem;
+  const int64_t dim = problem.head_dim;
+  float* q = scratch_.wide_rows;
+  float* k = scratch_.wide_rows + run.padded_dim;
+  for (int64_t s = 0; s < special_queries_.count; ++s) {
+    const int64_t r = special_queries_.index[s];
+    if (r < rows.begin || r >= rows.begin + rows.count) continue;
+    widen_row(problem.q.dtype, query_address(run, r), dim, 1.0f, q);
+    for (int64_t key = rows.keys.begin; key < rows.keys.end; ++key) {
+      widen_row(problem.k.dtype, problem.key_address(problem.k, run.task.sequence, chunk_begin + key, run.task.kv_head),
+                dim, 1.0f, k);
+      float sum = 0.0f;
+      for (int64_t i = 0; i < dim; ++i) sum += q[i] * k[i];
+      scratch_.scores[(r - rows.begin) * kScoreStride + key] = sum;
+    }
+  }
+}
+
+// ---- weights
+
+// Turns the scores of a row into logits, those of keys that its tree bits hide into -inf.
+void AmxEngine::hide_by_tree(const TaskRun& run, int64_t r, IndexRange keys, int64_t chunk_begin, float factor,
+                             float* scores) {
+  for (int64_t key = keys.begin; key < keys.end; ++key) {
+    const bool is_visible = run.problem.tree_allows(run.task.sequence, run.query_row(r), chunk_begin + key);
+    scores[key] = is_visible ? scores[key] * factor : -std::numeric_limits<float>::infinity();
+  }
+}
+
+void AmxEngine::weigh_rows(const TaskRun& run, const RowBlock& rows, int64_t chunk_begin) const {
+  const double scale = score_factor(run.problem, run.task.kv_head);
+  const bool has_tree = run.problem.tree_mask.words != nullptr;
+  const auto to_logits = static_cast<float>(scale * std::numbers::log2e);
+  const float factor = has_tree ? 1.0f : to_logits;
+  constexpr auto kPieceStride = static_cast<size_t>(kRowBlock * kWeightStride);
+  for (int64_t i = 0; i < rows.count; ++i) {
+    const IndexRange keys = run.keys_of_row(rows.begin + i, chunk_begin, chunk_begin + kKeysPerChunk);
+    float* scores = scratch_.scores + i * kScoreStride;
+    if (has_tree) hide_by_tree(run, rows.begin + i, keys, chunk_begin, to_logits, scores);
+    uint16_t* weights = scratch_.weights + i * kWeightStride;
+    float* max = run.state.chunk_max + i;
+    float* sum = run.state.chunk_sum + i;
+    if (precision_.weight == 3) {
+      weigh_chunk<3>(scores, factor, keys, rows.padded_keys(), weights, kPieceStride, max, sum);
+    } else {
+      weigh_chunk<2>(scores, factor, keys, rows.padded_keys(), weights, kPieceStride, max, sum);
+    }
+  }
+}
+
+// ---- output
+
+// chunk_out = weights * values; a hidden key has weight zero.
+void AmxEngine::accumulate_values(const TaskRun& run, const RowBlock& rows) const {
+  const int64_t dim = round_up_to_depth(run.problem.value_head_dim);
+  const IndexRange keys = rows.padded_keys();
+  const int64_t blocks = keys.size() / kAmxDepth;
+  AmxOperand weights{.tiles = {},
+                     .row_bytes = kWeightStride * sizeof(uint16_t),
+                     .piece_bytes = kRowBlock * kWeightStride * sizeof(uint16_t),
+                     .depth_bytes = kAmxDepth * sizeof(uint16_t)};
+  weights.set_tiles(scratch_.weights + keys.begin, kAmxRows * weights.row_bytes);
+  const int64_t row_bytes = run.padded_dim * static_cast<int64_t>(sizeof(uint32_t));
+  AmxOperand v{.tiles = {}, .row_bytes = row_bytes, .piece_bytes = 0, .depth_bytes = kAmxDepth / 2 * row_bytes};
+  int64_t column = 0;
+  const auto next = [&](auto multiply, int64_t columns) {
+    v.set_tiles(scratch_.v_pairs + keys.begin / 2 * run.padded_dim + column, kAmxRows * sizeof(uint32_t));
+    multiply(weights, v, precision_.weight, blocks, run.state.chunk_out + column, run.padded_dim);
+    column += columns;
+  };
+  if (rows.count > kAmxRows) {
+    while (column < dim) next(multiply_tiles<2, 2>, 2 * kAmxRows);
+  } else {
+    while (column + 4 * kAmxRows <= dim) next(multiply_tiles<1, 4>, 4 * kAmxRows);
+    if (column < dim) next(multiply_tiles<1, 2>, 2 * kAmxRows);
+  }
+  for (int64_t i = 0; i < rows.count; ++i) restore_columns(run.state.chunk_out + i * run.padded_dim, dim);
+}
+
+// Adds the values that have no place in a tile to the rows that see them.
+void AmxEngine::accumulate_specials(const TaskRun& run, const RowBlock& rows, int64_t chunk_begin) const {
+  const AttentionProblem& problem = run.problem;
+  for (int64_t s = 0; s < special_values_.count; ++s) {
+    const int64_t key = special_values_.index[s];
+    float* v = scratch_.wide_rows;
+    widen_row(problem.v.dtype, problem.key_address(problem.v, run.task.sequence, chunk_begin + key, run.task.kv_head),
+              problem.value_head_dim, 1.0f, v);
+    for (int64_t i = 0; i < rows.count; ++i) {
+      const IndexRange keys = run.keys_of_row(rows.begin + i, chunk_begin, chunk_begin + kKeysPerChunk);
+      if (key < keys.begin || key >= keys.end) continue;
+      if (!run.problem.tree_allows(run.task.sequence, run.query_row(rows.begin + i), chunk_begin + key)) continue;
+      float weight = 0.0f;
+      for (int p = precision_.weight - 1; p >= 0; --p) {
+        weight += BF16{scratch_.weights[(p * kRowBlock + i) * kWeightStride + key]}.to_float();
+      }
+      float* out = run.state.chunk_out + i * run.padded_dim;
+      for (int64_t d = 0; d < problem.value_head_dim; ++d) out[d] += weight * v[d];
+    }
+  }
+}
+
+void run_amx_task(const AttentionProblem& problem, const FlashPlan& plan, const FlashTask& task, int thread) {
+  const AmxPrecision precision(problem);
+  ScratchCutter memory(plan.scratch_of(thread));
+  const AmxScratch scratch = take_scratch(memory, precision, plan.rows_per_task, plan.padded_dim);
+  const AmxTiles tiles;
+  run_flash_task(problem, plan, task, scratch.state, AmxEngine(problem, scratch, precision, plan));
+}
+
+void merge_amx_split(const AttentionProblem& problem, const FlashPlan& plan, const FlashTask& group, int thread) {
+  ScratchCutter memory(plan.scratch_of(thread));
+  merge_flash_split(problem, plan, group,
+                    take_scratch(memory, AmxPrecision(problem), plan.rows_per_task, plan.padded_dim).state);
+}
+
+int64_t amx_scratch_bytes(const AttentionProblem& problem, int64_t rows, int64_t padded_dim) {
+  ScratchCutter counter;
+  take_scratch(counter, AmxPrecision(problem), rows, padded_dim);
+  return counter.bytes();
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace polyop::cpu
+HWY_AFTER_NAMESPACE();
+
+// From here on code for any processor: it runs before has_amx_bf16() has said yes.
+namespace polyop::cpu {
+namespace {
+
+// Packing a chunk costs about as much as eight rows of it.
+constexpr FlashPlanShape kPlanShape{.min_rows_per_task = HWY_NAMESPACE::kRowBlock,
+                                    .max_rows_per_task = HWY_NAMESPACE::kMaxRows,
+                                    .keys_per_chunk = HWY_NAMESPACE::kKeysPerChunk,
+                                    .dim_padding = kAmxDepth,
+                                    .scratch_bytes = HWY_NAMESPACE::amx_scratch_bytes};
+
+}  // namespace
+
+Status supports_amx_attention(const AttentionProblem& problem) {
+  if (!has_amx_bf16()) return unsupported("this machine has no AMX-BF16");
+  const DType dtype = problem.k.dtype;
+  if (dtype != DType::kBF16 && dtype != DType::kF8E4M3 && dtype != DType::kI8) {
+    return unsupported("k is " + std::string(dtype_name(dtype)) + ", wanted bf16, f8e4m3 or i8");
+  }
+  POLYOP_RETURN_IF_ERROR(check_plain_softmax(problem));
+  return check_query_dtype(problem);
+}
+
+int64_t amx_attention_workspace_bytes(const AttentionProblem& problem) {
+  return FlashPlan(problem, kPlanShape).workspace_bytes();
+}
+
+Status amx_attention(const AttentionProblem& problem, Workspace workspace, Stream) {
+  FlashPlan plan(problem, kPlanShape);
+  POLYOP_RETURN_IF_ERROR(check_workspace(plan.workspace_bytes(), workspace));
+  plan.build(problem, workspace);
+  clear_rows_without_sequence(problem);
+  ThreadPool& pool = ThreadPool::shared();
+  pool.parallel_for(static_cast<int64_t>(plan.tasks.size()), [&](int64_t task, int thread) {
+    HWY_NAMESPACE::run_amx_task(problem, plan, plan.tasks[task], thread);
+  });
+  pool.parallel_for(static_cast<int64_t>(plan.splits.size()), [&](int64_t split, int thread) {
+    HWY_NAMESPACE::merge_amx_split(problem, plan, plan.splits[split], thread);
+  });
+  return Status::ok();
+}
+
+}  // namespace polyop::cpu
+
+#else  // !POLYOP_AMX
+
+namespace polyop::cpu {
+
+Status supports_amx_attention(const AttentionProblem&) { return unsupported("this machine has no AMX-BF16"); }
+int64_t amx_attention_workspace_bytes(const AttentionProblem&) { return 0; }
+Status amx_attention(const AttentionProblem&, Workspace, Stream) { return internal_error("attention: AMX is missing"); }
+
+}  // namespace polyop::cpu
+
+#endif  // POLYOP_AMX
