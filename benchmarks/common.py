@@ -55,6 +55,19 @@ def read_bandwidth() -> float:
     return data.numel() * 4 / best
 
 
+@cache
+def copy_bandwidth() -> float:
+    """Bytes a second, read and written, of torch's copy of 256 MiB: the best of several."""
+    source = torch.ones(64 * 2**20, dtype=torch.float32)
+    target = torch.empty_like(source)
+    best = float("inf")
+    for _ in range(8):
+        start = time.perf_counter()
+        target.copy_(source)
+        best = min(best, time.perf_counter() - start)
+    return 2 * source.nbytes / best
+
+
 @dataclass
 class Row:
     """One measured case. ``bytes_moved`` and ``flops`` are what the mathematics needs, not what a kernel does."""
@@ -70,7 +83,8 @@ def print_rows(title: str, peer: str, rows: list[Row]) -> None:
     """The table of one program; ratio is peer time / our time, above 1 means ours is faster."""
     bandwidth = read_bandwidth()
     table = Table(
-        title=f"{title} · {processor_name()}, {NUM_THREADS} threads · read bandwidth {bandwidth / 1e9:.1f} GB/s"
+        title=f"{title} · {processor_name()}, {NUM_THREADS} threads · read bandwidth {bandwidth / 1e9:.1f} GB/s, "
+        f"copy {copy_bandwidth() / 1e9:.1f} GB/s"
     )
     for heading in ("case", "us", "GB/s", "% of read bandwidth", "GFLOP/s", f"{peer} us", "ratio"):
         table.add_column(heading, justify="left" if heading == "case" else "right")

@@ -1,26 +1,20 @@
-// amx_attention: flash attention over keys and values that are exact in bf16, its products on AMX tiles, as accurate as
-// f32. Math      as flash_attention, per chunk of 256 keys. A query of f16 or f32 is the sum of two or three bf16
-// pieces,
-//           exactly; a weight is rounded to two (16 significant bits) when out has 16 bits or less, else it is three
-//           (exact)
+// amx_attention: flash attention on AMX tiles over keys and values that are exact in bf16, as accurate as f32.
+// Math      as flash_attention, per chunk of 256 keys. A query of f16 or f32 is two or three bf16 pieces, exactly; a
+//           weight is rounded to two (16 significant bits) when out has 16 bits or less, else it is three (exact)
 // Shapes    q [T, Hq, D] or [B, S, Hq, D] · k, v paged [P, R, Hkv, D|Dv], packed [Tkv, Hkv, D|Dv] or padded
-//           [B, Lmax, Hkv, D|Dv] · lse [T, Hq] or [B, S, Hq]; k, v bf16, f8e4m3 or i8 (with scales); q, out f32, f16 or
-//           bf16, out f8e4m3 too
+//           [B, Lmax, Hkv, D|Dv] · lse [T, Hq] or [B, S, Hq]; k, v bf16, or f8e4m3, i8 with scales; q, out f32,
+//           f16 or bf16, out f8e4m3 too
 // Layout    innermost axis dense, other strides free
 // Work      as flash_attention, by the same plan; products of 32 rows x 32 keys and 32 rows x 32 values
 // Memory    a chunk's values are interleaved in pairs once per task. More than 16 rows: its keys are transposed to
-// words;
-//           scores and weights of 32 rows stay in L1. Up to 16 rows: keys are the left operand, read from the cache
-//           itself
+//           words; scores and weights of 32 rows stay in L1. Up to 16: keys are the left operand, from the cache itself
 // Roofline  prefill: D + 2 Dv products a score at 1024 a cycle against about 20 vector instructions for its weight:
-// bound by
-//           the vector units up to D = 64, by both at 128 · decode: reading k and v
+//           bound by the vector units up to D = 64, by both at 128 · decode: reading k and v
 // Numerics  products exact, sums f32; a row's bits depend on its own q and keys only, and are the same in prefill and
-//           decode: which operand stands on the left of a tile changes nothing. Queries and values with infinities or
-//           NaN are multiplied in f32 apart. Subnormal bf16 numbers count as 0
+//           decode: which operand stands on the left changes nothing. Queries and values with infinities or NaN are
+//           multiplied in f32 apart. Subnormal bf16 numbers count as 0
 // Limits    softmax without dense mask or quantized weights; machines with AMX-BF16. f16 and f32 keys would need two
-// and
-//           three pieces, which cost more than the tiles save: flash_attention takes them
+//           and three pieces, which cost more than the tiles save: flash_attention takes them
 #include "polyop/cpu/amx.h"
 #include "polyop/cpu/avx512_target.h"
 //
