@@ -117,7 +117,7 @@ void AmxEngine::score_specials(const TaskRun& run, const RowBlock& rows, int64_t
   float* q = scratch_.wide_rows;
   float* k = scratch_.wide_rows + run.padded_dim;
   for (int64_t s = 0; s < special_queries_.count; ++s) {
-    const int64_t r = special_queries_.index[s];
+    const int64_t r = special_queries_.entries[s].index;
     if (r < rows.begin || r >= rows.begin + rows.count) continue;
     widen_row(problem.q.dtype, query_address(run, r), dim, 1.0f, q);
     for (int64_t key = rows.keys.begin; key < rows.keys.end; ++key) {
@@ -165,28 +165,60 @@ void AmxEngine::weigh_rows(const TaskRun& run, const RowBlock& rows, int64_t chu
 // ---- output
 
 // chunk_out = weights * values; a hidden key has weight zero.
-void AmxEngine::accumulate_values(const TaskRun& run, const RowBlock& rows) const {
+void AmxEngine::accumulate_many_rows(const TaskRun& run, const RowBlock& rows) const {
   const int64_t dim = round_up_to_depth(run.problem.value_head_dim);
   const IndexRange keys = rows.padded_keys();
-  const int64_t blocks = keys.size() / kAmxDepth;
-  AmxOperand weights{.tiles = {},
-                     .row_bytes = kWeightStride * sizeof(uint16_t),
-                     .piece_bytes = kRowBlock * kWeightStride * sizeof(uint16_t),
-                     .depth_bytes = kAmxDepth * sizeof(uint16_t)};
-  weights.set_tiles(scratch_.weights + keys.begin, kAmxRows * weights.row_bytes);
+  AmxOperand weights = weight_operand(keys.begin);
   const int64_t row_bytes = run.padded_dim * static_cast<int64_t>(sizeof(uint32_t));
   AmxOperand v{.tiles = {}, .row_bytes = row_bytes, .piece_bytes = 0, .depth_bytes = kAmxDepth / 2 * row_bytes};
-  int64_t column = 0;
-  const auto next = [&](auto multiply, int64_t columns) {
+  for (int64_t column = 0; column < dim; column += 2 * kAmxRows) {
     v.set_tiles(scratch_.v_pairs + keys.begin / 2 * run.padded_dim + column, kAmxRows * sizeof(uint32_t));
-    multiply(weights, v, precision_.weight, blocks, run.state.chunk_out + column, run.padded_dim);
-    column += columns;
-  };
-  if (rows.count > kAmxRows) {
-    while (column < dim) next(multiply_tiles<2, 2>, 2 * kAmxRows);
-  } else {
-    while (column + 4 * kAmxRows <= dim) next(multiply_tiles<1, 4>, 4 * kAmxRows);
-    if (column < dim) next(multiply_tiles<1, 2>, 2 * kAmxRows);
+    float* sums = run.state.chunk_out + column;
+    if (rows.count > kAmxRows) {
+      multiply_tiles<2, 2>(weights, v, precision_.weight, keys.size() / kAmxDepth, sums, run.padded_dim);
+    } else {
+      multiply_tiles<1, 2>(weights, v, precision_.weight, keys.size() / kAmxDepth, sums, run.padded_dim);
+    }
+  }
+  for (int64_t i = 0; i < rows.count; ++i) restore_columns(run.state.chunk_out + i * run.padded_dim, dim);
+}
+
+// The same for one tile of rows: the sums of kValueColumns columns stay in tiles while their values pass through a
+// small block, which is still in L1 when the tiles read it.
+void AmxEngine::accumulate_few_rows(const TaskRun& run, const RowBlock& rows, int64_t chunk_begin) {
+  const AttentionProblem& problem = run.problem;
+  const int64_t dim = round_up_to_depth(problem.value_head_dim);
+  const IndexRange keys = rows.padded_keys();
+  const AmxOperand weights = weight_operand(keys.begin);
+  for (int64_t column = 0; column < dim; column += kValueColumns) {
+    const int64_t width = std::min(kValueColumns, dim - column);
+    zero_sums<4>();
+    for (int64_t tile = keys.begin / kKeysPerTile * kKeysPerTile; tile < keys.end; tile += kKeysPerTile) {
+      if (column == 0) prefetch_after_tile(run, problem.v, problem.value_head_dim, chunk_begin + tile);
+      TileRows gathered;
+      gather(run, problem.v, problem.value_head_dim, chunk_begin, tile, &gathered);
+      for (int64_t j = std::max(tile, keys.begin); j < std::min(tile + kKeysPerTile, keys.end); j += kAmxDepth) {
+        const int64_t block = (j - keys.begin) / kAmxDepth;
+        // Two blocks in turn: the next one is written while the tiles still read the last one.
+        uint32_t* words = scratch_.v_block + block % 2 * (kAmxDepth / 2 * kValueColumns);
+        for (int64_t i = 0; i < kAmxDepth; i += 2) {
+          const std::byte* const* pair = gathered.rows + (j - tile) + i;
+          const int64_t offset = column * static_cast<int64_t>(sizeof(uint16_t));
+          pack_pair(pair[0] + offset, pair[1] + offset, j + i, column, width, words + i / 2 * kValueColumns);
+        }
+        if (width == kValueColumns) {
+          multiply_block<4>(weights, block, precision_.weight, words, kValueColumns);
+        } else {
+          multiply_block<2>(weights, block, precision_.weight, words, kValueColumns);
+        }
+      }
+    }
+    float* sums = run.state.chunk_out + column;
+    if (width == kValueColumns) {
+      store_sums<1, 4>(sums, run.padded_dim);
+    } else {
+      store_sums<1, 2>(sums, run.padded_dim);
+    }
   }
   for (int64_t i = 0; i < rows.count; ++i) restore_columns(run.state.chunk_out + i * run.padded_dim, dim);
 }
@@ -195,7 +227,7 @@ void AmxEngine::accumulate_values(const TaskRun& run, const RowBlock& rows) cons
 void AmxEngine::accumulate_specials(const TaskRun& run, const RowBlock& rows, int64_t chunk_begin) const {
   const AttentionProblem& problem = run.problem;
   for (int64_t s = 0; s < special_values_.count; ++s) {
-    const int64_t key = special_values_.index[s];
+    const auto [key, column_begin, column_end] = special_values_.entries[s];
     float* v = scratch_.wide_rows;
     widen_row(problem.v.dtype, problem.key_address(problem.v, run.task.sequence, chunk_begin + key, run.task.kv_head),
               problem.value_head_dim, 1.0f, v);
@@ -208,7 +240,7 @@ void AmxEngine::accumulate_specials(const TaskRun& run, const RowBlock& rows, in
         weight += BF16{scratch_.weights[(p * kRowBlock + i) * kWeightStride + key]}.to_float();
       }
       float* out = run.state.chunk_out + i * run.padded_dim;
-      for (int64_t d = 0; d < problem.value_head_dim; ++d) out[d] += weight * v[d];
+      for (int64_t d = column_begin; d < std::min(column_end, problem.value_head_dim); ++d) out[d] += weight * v[d];
     }
   }
 }
@@ -218,7 +250,8 @@ void run_amx_task(const AttentionProblem& problem, const FlashPlan& plan, const 
   ScratchCutter memory(plan.scratch_of(thread));
   const AmxScratch scratch = take_scratch(memory, precision, plan.rows_per_task, plan.padded_dim);
   const AmxTiles tiles;
-  run_flash_task(problem, plan, task, scratch.state, AmxEngine(problem, scratch, precision, plan));
+  AmxEngine engine(problem, scratch, precision, plan);
+  run_flash_task(problem, plan, task, scratch.state, engine);
 }
 
 void merge_amx_split(const AttentionProblem& problem, const FlashPlan& plan, const FlashTask& group, int thread) {

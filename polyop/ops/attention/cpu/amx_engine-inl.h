@@ -37,27 +37,39 @@ struct AmxPrecision {
       : query(exact_pieces(problem.q.dtype)), weight(problem.out.dtype == DType::kF32 ? 3 : 2) {}
 };
 
-// Keys of a chunk, or rows of a task, that hold an infinity or NaN where that matters.
-struct SpecialList {
-  int64_t count;
-  int64_t index[std::max(kKeysPerChunk, kMaxRows)];
+// Columns [begin, end) of key `index` of a chunk (values), or all of row `index` of a task (queries), that hold an
+// infinity or NaN.
+struct Special {
+  int64_t index;
+  int64_t begin;
+  int64_t end;
+};
 
-  void add(int64_t i) { index[count++] = i; }
+// Columns of values that few rows multiply at a time: as many as four tiles of sums take.
+constexpr int64_t kValueColumns = 4 * kAmxRows;
+
+struct SpecialList {
+  Special* entries;
+  int64_t count;
+
+  void add(const Special& special) { entries[count++] = special; }
 };
 
 // Scratch of one thread; Dp = padded_dim, a multiple of 32.
 struct AmxScratch {
-  uint16_t* q;            // (pieces, rows, Dp)
-  uint32_t* q_words;      // (pieces, Dp / 2, 16): the right operand of few rows
-  uint16_t* kv_rows;      // (kKeysPerTile, Dp) copies of keys or values that the tiles cannot read in place
-  uint32_t* k_words;      // (kKeysPerChunk / kKeysPerTile, Dp / 2, kKeysPerTile)
-  uint32_t* v_pairs;      // (kKeysPerChunk / 2, Dp)
-  float* key_scores;      // (kKeysPerTile, 16): scores of few rows, keys first
-  float* scores;          // (kRowBlock, kScoreStride)
-  uint16_t* weights;      // (pieces, kRowBlock, kWeightStride)
-  float* wide_rows;       // (2, Dp) for rows that are multiplied apart
-  uint16_t* zero_row;     // (Dp) zeros: stands in for keys that must not be read
-  SpecialList* specials;  // (2)
+  uint16_t* q;               // (pieces, rows, Dp)
+  uint32_t* q_words;         // (pieces, Dp / 2, 16): the right operand of few rows
+  uint16_t* kv_rows;         // (kKeysPerTile, Dp) copies of keys or values that the tiles cannot read in place
+  uint32_t* k_words;         // (kKeysPerChunk / kKeysPerTile, Dp / 2, kKeysPerTile)
+  uint32_t* v_pairs;         // (kKeysPerChunk / 2, Dp), many rows
+  uint32_t* v_block;         // (2, kAmxDepth / 2, kValueColumns), few rows
+  float* key_scores;         // (kKeysPerTile, 16): scores of few rows, keys first
+  float* scores;             // (kRowBlock, kScoreStride)
+  uint16_t* weights;         // (pieces, kRowBlock, kWeightStride)
+  float* wide_rows;          // (2, Dp) for rows that are multiplied apart
+  uint16_t* zero_row;        // (Dp) zeros: stands in for keys that must not be read
+  Special* special_queries;  // (rows)
+  Special* special_values;   // (kKeysPerChunk, column blocks)
   FlashState state;
 };
 
@@ -68,12 +80,14 @@ inline AmxScratch take_scratch(ScratchCutter& memory, const AmxPrecision& precis
   scratch.kv_rows = memory.take<uint16_t>(kKeysPerTile * padded_dim);
   scratch.k_words = memory.take<uint32_t>(padded_dim / 2 * kKeysPerChunk);
   scratch.v_pairs = memory.take<uint32_t>(kKeysPerChunk / 2 * padded_dim);
+  scratch.v_block = memory.take<uint32_t>(kAmxDepth * kValueColumns);
   scratch.key_scores = memory.take<float>(kKeysPerTile * kFewRows);
   scratch.scores = memory.take<float>(kRowBlock * kScoreStride);
   scratch.weights = memory.take<uint16_t>(precision.weight * kRowBlock * kWeightStride);
   scratch.wide_rows = memory.take<float>(2 * padded_dim);
   scratch.zero_row = memory.take<uint16_t>(padded_dim);
-  scratch.specials = memory.take<SpecialList>(2);
+  scratch.special_queries = memory.take<Special>(rows);
+  scratch.special_values = memory.take<Special>(kKeysPerChunk * (padded_dim + kValueColumns - 1) / kValueColumns);
   scratch.state = take_flash_state(memory, kRowBlock, rows, padded_dim);
   return scratch;
 }
@@ -98,19 +112,21 @@ class AmxEngine {
         precision_(precision),
         bytes_(problem.k.dtype),
         q_piece_stride_(plan.rows_per_task * plan.padded_dim),
-        special_queries_(scratch.specials[0]),
-        special_values_(scratch.specials[1]) {
+        special_queries_{scratch.special_queries, 0},
+        special_values_{scratch.special_values, 0} {
     std::fill_n(scratch_.zero_row, plan.padded_dim, uint16_t{0});
   }
 
-  void load_queries(const TaskRun& run) const;
+  void load_queries(const TaskRun& run);
 
   template <class Finish>
-  void attend_chunk(const TaskRun& run, int64_t chunk, const Finish& finish) const {
+  void attend_chunk(const TaskRun& run, int64_t chunk, const Finish& finish) {
     const int64_t begin = chunk * kKeysPerChunk;
     special_values_.count = 0;
-    if (!has_few_rows(run)) pack_keys(run, begin);
-    pack_values(run, begin);
+    if (!has_few_rows(run)) {
+      pack_keys(run, begin);
+      pack_values(run, begin);
+    }
     for (int64_t r = 0; r < run.num_rows(); r += kRowBlock) {
       const int64_t count = std::min(kRowBlock, run.num_rows() - r);
       const RowBlock rows{r, count, keys_of_rows(run, r, count, begin, begin + kKeysPerChunk)};
@@ -121,7 +137,11 @@ class AmxEngine {
       }
       score_specials(run, rows, begin);
       weigh_rows(run, rows, begin);
-      accumulate_values(run, rows);
+      if (has_few_rows(run)) {
+        accumulate_few_rows(run, rows, begin);
+      } else {
+        accumulate_many_rows(run, rows);
+      }
       accumulate_specials(run, rows, begin);
       finish(r, count);
     }
@@ -145,25 +165,38 @@ class AmxEngine {
     return {std::max(run.keys.begin - chunk_begin, int64_t{0}), std::min(run.keys.end - chunk_begin, kKeysPerChunk)};
   }
 
+  // Weights of keys from `begin` of the chunk on.
+  [[nodiscard]] AmxOperand weight_operand(int64_t begin) const {
+    AmxOperand weights{.tiles = {},
+                       .row_bytes = kWeightStride * sizeof(uint16_t),
+                       .piece_bytes = kRowBlock * kWeightStride * sizeof(uint16_t),
+                       .depth_bytes = kAmxDepth * sizeof(uint16_t)};
+    weights.set_tiles(scratch_.weights + begin, kAmxRows * weights.row_bytes);
+    return weights;
+  }
+
   void gather(const TaskRun& run, const HeadRows& from, int64_t dim, int64_t chunk_begin, int64_t tile,
               TileRows* to) const;
   void pack_keys(const TaskRun& run, int64_t chunk_begin) const;
-  void pack_values(const TaskRun& run, int64_t chunk_begin) const;
+  void pack_values(const TaskRun& run, int64_t chunk_begin);
+  void pack_pair(const std::byte* even, const std::byte* odd, int64_t key, int64_t column, int64_t width,
+                 uint32_t* words);
   void score_many_rows(const TaskRun& run, const RowBlock& rows) const;
   void score_few_rows(const TaskRun& run, const RowBlock& rows, int64_t chunk_begin) const;
   void score_specials(const TaskRun& run, const RowBlock& rows, int64_t chunk_begin) const;
   static void hide_by_tree(const TaskRun& run, int64_t r, IndexRange keys, int64_t chunk_begin, float factor,
                            float* scores);
   void weigh_rows(const TaskRun& run, const RowBlock& rows, int64_t chunk_begin) const;
-  void accumulate_values(const TaskRun& run, const RowBlock& rows) const;
+  void accumulate_many_rows(const TaskRun& run, const RowBlock& rows) const;
+  void accumulate_few_rows(const TaskRun& run, const RowBlock& rows, int64_t chunk_begin);
   void accumulate_specials(const TaskRun& run, const RowBlock& rows, int64_t chunk_begin) const;
 
   const AmxScratch& scratch_;
   const AmxPrecision& precision_;
   ByteTable bytes_;  // for keys and values of one byte
   int64_t q_piece_stride_;
-  SpecialList& special_queries_;  // rows of the task
-  SpecialList& special_values_;   // keys of the chunk
+  SpecialList special_queries_;  // rows of the task
+  SpecialList special_values_;   // keys of the chunk
 };
 
 inline IndexRange AmxEngine::keys_of_rows(const TaskRun& run, int64_t r, int64_t count, int64_t begin, int64_t end) {
@@ -176,7 +209,7 @@ inline IndexRange AmxEngine::keys_of_rows(const TaskRun& run, int64_t r, int64_t
 
 // ---- operands
 
-inline void AmxEngine::load_queries(const TaskRun& run) const {
+inline void AmxEngine::load_queries(const TaskRun& run) {
   const AttentionProblem& problem = run.problem;
   const int64_t dim = round_up_to_depth(problem.head_dim);
   special_queries_.count = 0;
@@ -197,7 +230,7 @@ inline void AmxEngine::load_queries(const TaskRun& run) const {
     }
     if (is_finite) continue;
     for (int p = 0; p < precision_.query; ++p) std::fill_n(to + p * q_piece_stride_, dim, uint16_t{0});
-    special_queries_.add(r);
+    special_queries_.add({r, 0, problem.head_dim});
   }
   if (!has_few_rows(run)) return;
   for (int p = 0; p < precision_.query; ++p) {
@@ -246,26 +279,29 @@ inline void AmxEngine::pack_keys(const TaskRun& run, int64_t chunk_begin) const 
   }
 }
 
-inline void AmxEngine::pack_values(const TaskRun& run, int64_t chunk_begin) const {
-  const AttentionProblem& problem = run.problem;
-  const int64_t dim = round_up_to_depth(problem.value_head_dim);
+// Interleaves columns [column, column + width) of two values, keys `key` and `key` + 1 of the chunk. A weight of zero
+// does not hide infinities and NaN: such rows are replaced by zeros and listed.
+inline void AmxEngine::pack_pair(const std::byte* even, const std::byte* odd, int64_t key, int64_t column,
+                                 int64_t width, uint32_t* words) {
+  const uint16_t* rows[2] = {reinterpret_cast<const uint16_t*>(even), reinterpret_cast<const uint16_t*>(odd)};
+  if (pair_rows(rows[0], rows[1], width, words)) return;
+  for (int64_t i = 0; i < 2; ++i) {
+    if (pair_rows(rows[i], scratch_.zero_row, width, words)) continue;
+    special_values_.add({key + i, column, column + width});
+    rows[i] = scratch_.zero_row;
+  }
+  pair_rows(rows[0], rows[1], width, words);
+}
+
+inline void AmxEngine::pack_values(const TaskRun& run, int64_t chunk_begin) {
+  const int64_t dim = round_up_to_depth(run.problem.value_head_dim);
   const IndexRange keys = keys_of_chunk(run, chunk_begin);
   for (int64_t tile = keys.begin / kKeysPerTile * kKeysPerTile; tile < keys.end; tile += kKeysPerTile) {
-    if (has_few_rows(run)) prefetch_after_tile(run, problem.v, problem.value_head_dim, chunk_begin + tile);
     TileRows gathered;
-    gather(run, problem.v, problem.value_head_dim, chunk_begin, tile, &gathered);
+    gather(run, run.problem.v, run.problem.value_head_dim, chunk_begin, tile, &gathered);
     for (int64_t j = 0; j < kKeysPerTile; j += 2) {
-      const uint16_t* rows[2] = {reinterpret_cast<const uint16_t*>(gathered.rows[j]),
-                                 reinterpret_cast<const uint16_t*>(gathered.rows[j + 1])};
-      uint32_t* words = scratch_.v_pairs + (tile + j) / 2 * run.padded_dim;
-      if (pair_rows(rows[0], rows[1], dim, words)) continue;
-      // A weight of zero does not hide infinities and NaN: such rows are added apart.
-      for (int64_t i = 0; i < 2; ++i) {
-        if (pair_rows(rows[i], scratch_.zero_row, dim, words)) continue;
-        special_values_.add(tile + j + i);
-        rows[i] = scratch_.zero_row;
-      }
-      pair_rows(rows[0], rows[1], dim, words);
+      pack_pair(gathered.rows[j], gathered.rows[j + 1], tile + j, 0, dim,
+                scratch_.v_pairs + (tile + j) / 2 * run.padded_dim);
     }
   }
 }

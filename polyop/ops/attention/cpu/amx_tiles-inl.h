@@ -181,55 +181,82 @@ struct AmxOperand {
   }
 };
 
-// sums (kLeftTiles x 16 rows, kRightTiles x 16 columns) = left * right over `depth_blocks` times 32 depths. At most
-// four accumulators; the operand with more tiles passes through two registers.
+// Tiles 0 .. kTiles - 1 are the sums of a product.
+template <int kTiles>
+void zero_sums() {
+  [&]<int... kSum>(std::integer_sequence<int, kSum...>) { (tile_zero<kSum>(), ...); }
+  (std::make_integer_sequence<int, kTiles>());
+}
+
+// sums (kLeftTiles x 16 rows, kRightTiles x 16 columns) from the tiles to memory.
+template <int kLeftTiles, int kRightTiles>
+void store_sums(float* sums, int64_t sums_stride) {
+  [&]<int... kSum>(std::integer_sequence<int, kSum...>) {
+    (tile_store<kSum>(sums + kSum / kRightTiles * kAmxRows * sums_stride + kSum % kRightTiles * kAmxRows,
+                      sums_stride * static_cast<int64_t>(sizeof(float))),
+     ...);
+  }
+  (std::make_integer_sequence<int, kLeftTiles * kRightTiles>());
+}
+
+constexpr int kLeftTile = 4;   // and 5
+constexpr int kRightTile = 6;  // and 7
+
+// sums (kLeftTiles x 16 rows, kRightTiles x 16 columns) = left * right over `depth_blocks` times 32 depths; one operand
+// has `pieces` pieces, the other one. The operand with more tiles passes through two registers.
 template <int kLeftTiles, int kRightTiles>
 void multiply_tiles(const AmxOperand& left, const AmxOperand& right, int pieces, int64_t depth_blocks, float* sums,
                     int64_t sums_stride) {
-  static_assert(kLeftTiles * kRightTiles <= 4 && std::min(kLeftTiles, kRightTiles) <= 2);
-  constexpr int kLeft = 4;   // tiles 4, 5
-  constexpr int kRight = 6;  // tiles 6, 7
+  static_assert(kLeftTiles * kRightTiles <= 4 && (kLeftTiles <= 2 || kRightTiles == 1));
   constexpr auto kEachLeft = std::make_integer_sequence<int, kLeftTiles>();
   constexpr auto kEachRight = std::make_integer_sequence<int, kRightTiles>();
-  constexpr auto kEachSum = std::make_integer_sequence<int, kLeftTiles * kRightTiles>();
-  [&]<int... kSum>(std::integer_sequence<int, kSum...>) { (tile_zero<kSum>(), ...); }
-  (kEachSum);
+  zero_sums<kLeftTiles * kRightTiles>();
   for (int64_t block = 0; block < depth_blocks; ++block) {
     for (int p = 0; p < pieces; ++p) {
       const int64_t left_offset = p * left.piece_bytes + block * left.depth_bytes;
       const int64_t right_offset = p * right.piece_bytes + block * right.depth_bytes;
       if constexpr (kLeftTiles <= 2) {
         [&]<int... kM>(std::integer_sequence<int, kM...>) {
-          (tile_load<kLeft + kM>(left.tiles[kM] + left_offset, left.row_bytes), ...);
+          (tile_load<kLeftTile + kM>(left.tiles[kM] + left_offset, left.row_bytes), ...);
         }
         (kEachLeft);
         [&]<int... kN>(std::integer_sequence<int, kN...>) {
-          ((tile_load<kRight + kN % 2>(right.tiles[kN] + right_offset, right.row_bytes),
-            tile_multiply_bf16<kN, kLeft, kRight + kN % 2>(),
+          ((tile_load<kRightTile + kN % 2>(right.tiles[kN] + right_offset, right.row_bytes),
+            tile_multiply_bf16<kN, kLeftTile, kRightTile + kN % 2>(),
             [&] {
-              if constexpr (kLeftTiles == 2) tile_multiply_bf16<kRightTiles + kN, kLeft + 1, kRight + kN % 2>();
+              if constexpr (kLeftTiles == 2) {
+                tile_multiply_bf16<kRightTiles + kN, kLeftTile + 1, kRightTile + kN % 2>();
+              }
             }()),
            ...);
         }
         (kEachRight);
       } else {
-        static_assert(kLeftTiles <= 2 || kRightTiles == 1);
-        tile_load<kRight>(right.tiles[0] + right_offset, right.row_bytes);
+        tile_load<kRightTile>(right.tiles[0] + right_offset, right.row_bytes);
         [&]<int... kM>(std::integer_sequence<int, kM...>) {
-          ((tile_load<kLeft + kM % 2>(left.tiles[kM] + left_offset, left.row_bytes),
-            tile_multiply_bf16<kM, kLeft + kM % 2, kRight>()),
+          ((tile_load<kLeftTile + kM % 2>(left.tiles[kM] + left_offset, left.row_bytes),
+            tile_multiply_bf16<kM, kLeftTile + kM % 2, kRightTile>()),
            ...);
         }
         (kEachLeft);
       }
     }
   }
-  [&]<int... kSum>(std::integer_sequence<int, kSum...>) {
-    (tile_store<kSum>(sums + kSum / kRightTiles * kAmxRows * sums_stride + kSum % kRightTiles * kAmxRows,
-                      sums_stride * static_cast<int64_t>(sizeof(float))),
-     ...);
+  store_sums<kLeftTiles, kRightTiles>(sums, sums_stride);
+}
+
+// Adds the product of depth block `block` of one left tile and 16 rows of words to the sums of kRightTiles tiles.
+template <int kRightTiles>
+void multiply_block(const AmxOperand& left, int64_t block, int pieces, const uint32_t* words, int64_t words_stride) {
+  for (int p = 0; p < pieces; ++p) {
+    tile_load<kLeftTile>(left.tiles[0] + p * left.piece_bytes + block * left.depth_bytes, left.row_bytes);
+    [&]<int... kN>(std::integer_sequence<int, kN...>) {
+      ((tile_load<kRightTile + kN % 2>(words + kN * kAmxRows, words_stride * static_cast<int64_t>(sizeof(uint32_t))),
+        tile_multiply_bf16<kN, kLeftTile, kRightTile + kN % 2>()),
+       ...);
+    }
+    (std::make_integer_sequence<int, kRightTiles>());
   }
-  (kEachSum);
 }
 
 // ---- softmax

@@ -204,7 +204,8 @@ void run_task(const AttentionProblem& problem, const FlashPlan& plan, const Flas
   ScratchCutter memory(plan.scratch_of(thread));
   const FlashScratch scratch = take_scratch(memory, plan.rows_per_task, plan.padded_dim);
   std::fill_n(scratch.zero_row, plan.padded_dim, 0.0f);
-  run_flash_task(problem, plan, task, scratch.state, F32Engine{scratch});
+  F32Engine engine{scratch};
+  run_flash_task(problem, plan, task, scratch.state, engine);
 }
 
 void merge_split(const AttentionProblem& problem, const FlashPlan& plan, const FlashTask& group, int thread) {

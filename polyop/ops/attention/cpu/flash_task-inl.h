@@ -102,7 +102,7 @@ inline size_t value_width(const AttentionProblem& problem) {
 // count), for one block of rows after the other.
 template <class Engine>
 void run_flash_task(const AttentionProblem& problem, const FlashPlan& plan, const FlashTask& task,
-                    const FlashState& state, const Engine& engine) {
+                    const FlashState& state, Engine& engine) {
   TaskRun run{problem, task, state, plan.padded_dim, {}};
   const IndexRange first = problem.visible_keys(task.sequence, run.query_row(0));
   const IndexRange last = problem.visible_keys(task.sequence, run.query_row(run.num_rows() - 1));

@@ -159,30 +159,43 @@ TEST(Attention_Cpu, Flash_SingleKeyGivesItsValueExactly) {
 
 // NaN and infinity in keys and values that a row must not see stay out of it; the bits are those of finite ones.
 TEST(Attention_Cpu, Flash_FutureKeysMayHoldAnything) {
+  constexpr int64_t kLength = 70;
+  struct Variant {
+    int64_t rows;  // at the end of the keys: many, or few enough for a decode step
+    int64_t first_poisoned;
+    int64_t head_dim;
+    bool in_keys;  // or in values alone
+  };
   on_every_flash_kernel([] {
     for (float poison : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
-      for (int64_t query_heads : {2, 6}) {
-        AttentionCase spec{.sequences = {{70, 70, 1}}, .num_query_heads = query_heads};
-        spec.head_dim = 24;
-        spec.dtype = key_dtypes().front();
-        AttentionMemory clean(spec, spec.dtype);
-        const AttentionResult wanted = clean.run_fast();
-        AttentionMemory poisoned(spec, spec.dtype);
-        constexpr int64_t kFirstPoisoned = 37;
-        for (int64_t key = kFirstPoisoned; key < 70; ++key) {
-          for (int64_t h = 0; h < 2; ++h) {
-            for (int64_t d = 0; d < 24; ++d) {
-              set_element(poisoned.key_element(poisoned.problem.k, 0, key, h, d), spec.dtype, poison);
-              set_element(poisoned.key_element(poisoned.problem.v, 0, key, h, d), spec.dtype, poison);
+      for (const Variant& variant : {Variant{70, 37, 24, true}, Variant{70, 37, 24, false}, Variant{5, 67, 96, true},
+                                     Variant{5, 67, 96, false}}) {
+        for (int64_t query_heads : {2, 6}) {
+          AttentionCase spec{.sequences = {{variant.rows, kLength, 1}}, .num_query_heads = query_heads};
+          spec.head_dim = variant.head_dim;
+          spec.dtype = key_dtypes().front();
+          AttentionMemory clean(spec, spec.dtype);
+          const AttentionResult wanted = clean.run_fast();
+          AttentionMemory poisoned(spec, spec.dtype);
+          for (int64_t key = variant.first_poisoned; key < kLength; ++key) {
+            for (int64_t h = 0; h < 2; ++h) {
+              for (int64_t d = 0; d < spec.head_dim; ++d) {
+                if (variant.in_keys) {
+                  set_element(poisoned.key_element(poisoned.problem.k, 0, key, h, d), spec.dtype, poison);
+                }
+                set_element(poisoned.key_element(poisoned.problem.v, 0, key, h, d), spec.dtype, poison);
+              }
             }
           }
+          AttentionResult got = poisoned.run_fast();
+          const int64_t clean_rows = variant.first_poisoned - (kLength - variant.rows);
+          const auto rows_end = static_cast<size_t>(clean_rows * query_heads * spec.head_dim);
+          // The row of the first poisoned key sees it, in every column.
+          for (int64_t d = 0; d < spec.head_dim; ++d) EXPECT_FALSE(std::isfinite(got.out[rows_end + d])) << d;
+          got.out.resize(rows_end);
+          std::vector<float> expected(wanted.out.begin(), wanted.out.begin() + static_cast<std::ptrdiff_t>(rows_end));
+          EXPECT_TRUE(same_bits(got.out, expected));
         }
-        AttentionResult got = poisoned.run_fast();
-        const auto rows_end = static_cast<size_t>(kFirstPoisoned * query_heads * 24);
-        EXPECT_TRUE(std::isnan(got.out[rows_end]));  // the row of the first poisoned key sees it
-        got.out.resize(rows_end);
-        std::vector<float> expected(wanted.out.begin(), wanted.out.begin() + static_cast<std::ptrdiff_t>(rows_end));
-        EXPECT_TRUE(same_bits(got.out, expected));
       }
     }
   });
