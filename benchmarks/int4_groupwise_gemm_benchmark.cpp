@@ -1,8 +1,9 @@
-// Times int4_groupwise_gemm on the CPU against two roofs that it measures with the same threads: reading memory (few
-// rows) and fused multiply-adds (many rows). Weights rotate through more memory than the caches hold ("cold") or stay
+// Times the kernels of int4_groupwise_gemm on the CPU against two roofs that it measures with the same threads: reading
+// memory (few rows) and fused multiply-adds (many rows). Weights rotate through more memory than the caches hold
+// ("cold") or stay
 // ("warm").
 //
-//   int4_groupwise_gemm_benchmark            POLYOP_NUM_THREADS sets the threads
+//   int4_groupwise_gemm_benchmark            POLYOP_NUM_THREADS sets the threads, POLYOP_AMX=0 the other kernel
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "benchmarks/int4_groupwise_gemm_benchmark.cpp"
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
@@ -127,22 +128,26 @@ void time_shape(int64_t m, int64_t n, int64_t k, int64_t group_size, bool cold, 
   problem.x = x.data(), problem.x_rows = RowAxes::of(m, k);
   problem.scales_row_stride = n;
   problem.out = out.data(), problem.out_rows = RowAxes::of(m, n);
-  const int64_t bytes = cpu::int4_groupwise_gemm_simd_workspace_bytes(problem);
+  const bool amx = cpu::supports_int4_groupwise_gemm_amx(problem).is_ok();
+  const auto launch = amx ? cpu::int4_groupwise_gemm_amx : cpu::int4_groupwise_gemm_simd;
+  const int64_t bytes = amx ? cpu::int4_groupwise_gemm_amx_workspace_bytes(problem)
+                            : cpu::int4_groupwise_gemm_simd_workspace_bytes(problem);
   const auto memory = hwy::AllocateAligned<uint8_t>(bytes);
   int64_t copy = 0;
   const double seconds = best_seconds(0.5, [&] {
     problem.qweight = weights.data() + copy * weight_bytes;
     problem.scales = scales.data() + copy * groups * n;
     copy = (copy + 1) % copies;
-    if (!cpu::int4_groupwise_gemm_simd(problem, {memory.get(), bytes}, {}).is_ok()) std::printf("failed\n");
+    if (!launch(problem, {memory.get(), bytes}, {}).is_ok()) std::printf("failed\n");
   });
   const double flops_roof = measure_flops();  // beside the call it judges: clocks move with the load of the machine
   const double flops = 2.0 * static_cast<double>(m * n * k) / seconds;
   const double rate = static_cast<double>(weight_bytes) / seconds;
-  std::printf("%5ld %6ld %6ld %4ld %s %10.1f us %7.1f GFLOP/s %4.0f %% of FMA %7.2f GB/s of weights %4.0f %% of read\n",
-              static_cast<long>(m), static_cast<long>(n), static_cast<long>(k), static_cast<long>(group_size),
-              cold ? "cold" : "warm", seconds * 1e6, flops / 1e9, 100 * flops / flops_roof, rate / 1e9,
-              100 * rate / read_roof);
+  std::printf(
+      "%s %5ld %6ld %6ld %4ld %s %10.1f us %7.1f GFLOP/s %4.0f %% of FMA %7.2f GB/s of weights %4.0f %% of read\n",
+      amx ? "amx " : "simd", static_cast<long>(m), static_cast<long>(n), static_cast<long>(k),
+      static_cast<long>(group_size), cold ? "cold" : "warm", seconds * 1e6, flops / 1e9, 100 * flops / flops_roof,
+      rate / 1e9, 100 * rate / read_roof);
   std::fflush(stdout);
 }
 
@@ -152,7 +157,7 @@ void run_all() {
     const std::vector<uint64_t> memory(kColdBytes / 8, 1);
     read_roof = measure_read_bytes_per_second(memory);
   }
-  std::printf("%d threads: read %.1f GB/s, FMA %.1f GFLOP/s\n    M      N      K   Kg\n",
+  std::printf("%d threads: read %.1f GB/s, FMA %.1f GFLOP/s\n         M      N      K   Kg\n",
               cpu::ThreadPool::shared().num_threads(), read_roof / 1e9, measure_flops() / 1e9);
   for (const int64_t group_size : {32, 64, 128}) {
     for (const bool cold : {true, false}) time_shape(1, 4096, 4096, group_size, cold, read_roof);

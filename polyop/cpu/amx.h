@@ -1,5 +1,6 @@
-// Intel AMX: tiles of 16 rows x 64 bytes and the bf16 matrix product on them. One wrapper per instruction, as inline
-// assembly: the callers are compiled for AVX-512, and only has_amx_bf16() decides at run time whether they are called.
+// Intel AMX: tiles of 16 rows x 64 bytes and the matrix products of bf16 numbers and bytes on them. One wrapper per
+// instruction, as inline assembly: the callers are compiled for AVX-512, and only has_amx_bf16() decides at run time
+// whether they are called.
 #pragma once
 
 #include <cstddef>
@@ -17,29 +18,32 @@ namespace polyop::cpu {
 inline constexpr int kAmxRows = 16;
 /// bf16 numbers in a row of a left operand: the depth that one product sums over.
 inline constexpr int kAmxDepth = 32;
+inline constexpr int kAmxRowBytes = 64;
 
 /// Whether this process may run bf16 products on tiles: the processor has AMX-BF16, AVX-512 and its bf16
 /// conversion, and the system has granted the tile registers (asked for once). POLYOP_AMX=0 in the environment says no,
 /// for machines that must give the bits of others.
 bool has_amx_bf16();
 
+/// The same for products of 8-bit integers (AMX-INT8).
+bool has_amx_int8();
+
 #if POLYOP_AMX
 
-/// Tiles 0 to 7 of this thread, all 16 rows x 64 bytes, while the object lives.
+/// The shapes of tiles 0 to 7.
+struct alignas(64) AmxShapes {
+  uint8_t palette = 1;
+  uint8_t start_row = 0;
+  uint8_t reserved[14] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {kAmxRows, kAmxRows, kAmxRows, kAmxRows, kAmxRows, kAmxRows, kAmxRows, kAmxRows};
+};
+static_assert(sizeof(AmxShapes) == 64);
+
+/// Tiles 0 to 7 of this thread while the object lives; all 16 rows x 64 bytes unless told otherwise.
 class AmxTiles {
  public:
-  AmxTiles() {
-    struct alignas(64) Config {
-      uint8_t palette = 1;
-      uint8_t start_row = 0;
-      uint8_t reserved[14] = {};
-      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-      uint8_t rows[16] = {kAmxRows, kAmxRows, kAmxRows, kAmxRows, kAmxRows, kAmxRows, kAmxRows, kAmxRows};
-    };
-    static_assert(sizeof(Config) == 64);
-    static constexpr Config kConfig;
-    asm volatile("ldtilecfg %0" ::"m"(kConfig));
-  }
+  explicit AmxTiles(const AmxShapes& shapes = {}) { asm volatile("ldtilecfg %0" ::"m"(shapes)); }
   ~AmxTiles() { asm volatile("tilerelease"); }
   AmxTiles(const AmxTiles&) = delete;
   AmxTiles& operator=(const AmxTiles&) = delete;
@@ -67,6 +71,13 @@ inline void tile_store(void* rows, ptrdiff_t stride_bytes) {
 template <int kSums, int kLeft, int kRight>
 inline void tile_multiply_bf16() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kLeft), "i"(kRight));
+}
+
+/// sums[m][n] += sum over k < 64 of left[m][k] * right[k / 4][4 n + k % 4] (signed bytes, 32-bit sums that wrap). Tiles
+/// of other shapes: k runs over the bytes of a row of left, which are four times the rows of right.
+template <int kSums, int kLeft, int kRight>
+inline void tile_multiply_s8() {
+  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kLeft), "i"(kRight));
 }
 
 #endif  // POLYOP_AMX

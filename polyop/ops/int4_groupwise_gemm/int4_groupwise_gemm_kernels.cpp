@@ -7,6 +7,11 @@ namespace polyop {
 
 std::span<const Kernel<Int4GroupwiseGemmProblem>> int4_groupwise_gemm_kernels() {
   static constexpr Kernel<Int4GroupwiseGemmProblem> kKernels[] = {
+      {.name = "cpu_amx",
+       .device = DeviceType::kCpu,
+       .supports = cpu::supports_int4_groupwise_gemm_amx,
+       .workspace_bytes = cpu::int4_groupwise_gemm_amx_workspace_bytes,
+       .launch = cpu::int4_groupwise_gemm_amx},
       {.name = "cpu_simd",
        .device = DeviceType::kCpu,
        .supports = cpu::supports_int4_groupwise_gemm_simd,

@@ -37,5 +37,11 @@ Status int4_groupwise_gemm_simd(const Int4GroupwiseGemmProblem& problem, Workspa
 Status supports_int4_groupwise_gemm_simd(const Int4GroupwiseGemmProblem& problem);
 int64_t int4_groupwise_gemm_simd_workspace_bytes(const Int4GroupwiseGemmProblem& problem);
 
+/// Integer products on AMX tiles; the derivation stands in cpu/int4_groupwise_gemm_amx.cpp. A row of `out` has the same
+/// bits whatever M, the thread count and the other rows are; other bits than int4_groupwise_gemm_simd gives.
+Status int4_groupwise_gemm_amx(const Int4GroupwiseGemmProblem& problem, Workspace workspace, Stream stream);
+Status supports_int4_groupwise_gemm_amx(const Int4GroupwiseGemmProblem& problem);
+int64_t int4_groupwise_gemm_amx_workspace_bytes(const Int4GroupwiseGemmProblem& problem);
+
 }  // namespace cpu
 }  // namespace polyop

@@ -86,6 +86,39 @@ TEST(Amx, ProductsSumInTheDocumentedOrder) {
     for (int n = 0; n < kAmxRows; ++n) EXPECT_EQ(sums[m][n], expected[m][n]) << "row " << m << ", column " << n;
   }
 }
+
+TEST(Amx, ByteProductsOfOtherShapesAreExact) {
+  if (!has_amx_int8()) GTEST_SKIP() << "this machine has no AMX-INT8, or POLYOP_AMX=0 is set";
+  constexpr int kDepth = 32;
+  std::mt19937 random(5);
+  std::array<std::array<int8_t, kDepth>, kAmxRows> left{};
+  std::array<std::array<int8_t, kAmxRowBytes>, kDepth / 4> right{};
+  std::array<std::array<int32_t, kAmxRows>, kAmxRows> sums{};
+  for (auto& row : left) {
+    for (int8_t& number : row) number = static_cast<int8_t>(random());
+  }
+  for (auto& row : right) {
+    for (int8_t& number : row) number = static_cast<int8_t>(random());
+  }
+  {
+    AmxShapes shapes;
+    shapes.row_bytes[1] = kDepth;
+    shapes.rows[2] = kDepth / 4;
+    const AmxTiles tiles(shapes);
+    tile_zero<0>();
+    tile_load<1>(left.data(), kDepth);
+    tile_load<2>(right.data(), kAmxRowBytes);
+    tile_multiply_s8<0, 1, 2>();
+    tile_store<0>(sums.data(), kAmxRowBytes);
+  }
+  for (size_t m = 0; m < kAmxRows; ++m) {
+    for (size_t n = 0; n < kAmxRows; ++n) {
+      int32_t expected = 0;
+      for (size_t k = 0; k < kDepth; ++k) expected += left[m][k] * right[k / 4][4 * n + k % 4];
+      EXPECT_EQ(sums[m][n], expected) << "row " << m << ", column " << n;
+    }
+  }
+}
 #endif
 
 TEST(Bf16Pieces, SumsAreExactForThree) {

@@ -146,14 +146,20 @@ def append_bound(call: Call, expected: torch.Tensor) -> torch.Tensor | float:
 
 
 def gemm_bound(call: Call, expected: torch.Tensor) -> torch.Tensor:
-    """n = K products, K / Kg scalings: (K + K / Kg + 8) u_32 sum |x| |q - 8| s."""
+    """n = K products, K / Kg scalings: (K + K / Kg + 8) u_32 sum |x| |q - 8| s; and integers of 26 or 20 bits beside
+    the largest of each group."""
     a = call.arguments
     k, group = a["x"].shape[-1], a["group_size"]
     n = a["scales"].shape[1]
+    groups = a["scales"].shape[0]
     weight = (ops.unpack_int4_fragments(a["qweight"].view(torch.int8), n, k).double() - 8).abs()
     weight *= a["scales"].double().abs().repeat_interleave(group, 0)[:k].T
-    terms = a["x"].double().abs() @ weight.T
-    return output_bound(expected, expected.dtype, (k + math.ceil(k / group) + 8) * U32 * terms)
+    x = a["x"].double().abs()
+    terms = x @ weight.T
+    padded = torch.nn.functional.pad(x, (0, groups * group - k))
+    largest = padded.unflatten(-1, (groups, group)).amax(-1).repeat_interleave(group, -1)[..., :k]
+    cut = (2.0**-26 if a["x"].dtype == torch.float32 else 2.0**-20) * (largest @ weight.T)
+    return output_bound(expected, expected.dtype, cut + (k + math.ceil(k / group) + 8) * U32 * (terms + cut))
 
 
 def attention_bound(call: Call, expected: torch.Tensor) -> torch.Tensor:

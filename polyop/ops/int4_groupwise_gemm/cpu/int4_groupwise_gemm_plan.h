@@ -1,10 +1,11 @@
-// How one call of the CPU kernel of int4_groupwise_gemm is cut, and where its scratch memory lies. Depends on extents
+// How one call of the SIMD kernel of int4_groupwise_gemm is cut, and where its scratch memory lies. Depends on extents
 // and the thread count only; no cut changes the order of operations of an output element.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
+#include "polyop/core/numeric_types.h"
 #include "polyop/ops/int4_groupwise_gemm/int4_groupwise_gemm_problem.h"
 #include "polyop/ops/int4_groupwise_gemm/packing.h"
 
@@ -20,7 +21,35 @@ inline constexpr int64_t kChunkDepth = 256;           // depths of a widened pan
 inline constexpr int64_t kMaxGroupSize = kChunkDepth;
 inline constexpr int64_t kChunkGroups = 16;  // groups whose scales are widened at a time; kChunkDepth / 16
 
-/// Extents that every part of the kernel needs.
+/// Calls fn.operator()<T>() with the C++ type of f32, f16 or bf16; the schema admits no other.
+template <class Fn>
+void with_float_type(DType dtype, Fn&& fn) {
+  if (dtype == DType::kF16) return fn.template operator()<F16>();
+  if (dtype == DType::kBF16) return fn.template operator()<BF16>();
+  return fn.template operator()<float>();
+}
+
+/// First column of a unit in its fragment block; it has 16 from there and 16 from 32 columns on.
+constexpr int64_t column_in_block(int64_t unit) { return unit % kUnitsPerBlock / 2 * 64 + unit % 2 * 16; }
+
+/// The 64 words of `unit` at `step` of 16 depths; those of the next step of the same fragment block lie 1 KiB on.
+inline const uint32_t* unit_words(const uint8_t* qweight, int64_t depth_blocks, int64_t unit, int64_t step) {
+  const int64_t block = unit / kUnitsPerBlock;
+  const int64_t strip = unit % kUnitsPerBlock / 2;
+  const int64_t row = block * depth_blocks * kFragmentRowsPerBlock + 2 * step + strip;
+  return reinterpret_cast<const uint32_t*>(qweight + row * kFragmentRowBytes) + unit % 2 * (2 * kUnitColumns);
+}
+
+/// Units that one task takes: a whole fragment block, which reads weights in one stream and x least often; less only
+/// where there would be fewer than two tasks a thread. Each unit range is worked on by `row_tasks` tasks.
+inline int64_t units_per_task(int64_t units, int64_t row_tasks, int num_threads) {
+  const int64_t enough_tasks = num_threads == 1 ? 1 : 2 * num_threads;
+  int64_t task_units = kUnitsPerBlock;
+  while (task_units > 1 && units * row_tasks < enough_tasks * task_units) task_units /= 2;
+  return task_units;
+}
+
+/// Extents that every part of a kernel needs.
 struct GemmPlan {
   int64_t steps;         // of 16 depths, ceil(K / 16)
   int64_t group_steps;   // Kg / 16

@@ -52,27 +52,6 @@ void run_int4_groupwise_gemm(const Int4GroupwiseGemmProblem&, float*, const Work
 
 bool int4_groupwise_gemm_has_vectors() { return true; }
 
-// Calls fn.operator()<T>() with the C++ type of f32, f16 or bf16; the schema admits no other.
-template <class Fn>
-HWY_INLINE void with_float_type(DType dtype, Fn&& fn) {
-  if (dtype == DType::kF16) return fn.template operator()<F16>();
-  if (dtype == DType::kBF16) return fn.template operator()<BF16>();
-  return fn.template operator()<float>();
-}
-
-// First column of a unit in its fragment block; it has 16 from there and 16 from 32 columns on.
-constexpr int64_t column_in_block(int64_t unit) { return unit % kUnitsPerBlock / 2 * 64 + unit % 2 * 16; }
-
-// Units that one task takes: a whole fragment block, which reads weights in one stream and permuted x least often; less
-// only where there would be fewer than two tasks a thread. Each unit range is worked on by `row_tasks` tasks.
-int64_t units_per_task_for(int64_t units, int64_t row_tasks) {
-  const int num_threads = ThreadPool::shared().num_threads();
-  const int64_t enough_tasks = num_threads == 1 ? 1 : 2 * num_threads;
-  int64_t units_per_task = kUnitsPerBlock;
-  while (units_per_task > 1 && units * row_tasks < enough_tasks * units_per_task) units_per_task /= 2;
-  return units_per_task;
-}
-
 // One call, or one pass of kPassRows rows of it.
 struct GemmPass {
   const Int4GroupwiseGemmProblem& problem;
@@ -87,12 +66,8 @@ struct GemmPass {
     return x + row * plan.x_stride + std::min(panel_rows, rows - row) * step * kStepDepth;
   }
 
-  // Words of `unit` at `step`.
   [[nodiscard]] const uint32_t* words(int64_t unit, int64_t step) const {
-    const int64_t block = unit / kUnitsPerBlock;
-    const int64_t strip = unit % kUnitsPerBlock / 2;
-    const int64_t row = block * plan.depth_blocks * kFragmentRowsPerBlock + 2 * step + strip;
-    return reinterpret_cast<const uint32_t*>(problem.qweight + row * kFragmentRowBytes) + unit % 2 * kUnitWords;
+    return unit_words(problem.qweight, plan.depth_blocks, unit, step);
   }
 
   // Widens the scales of groups [first_group, end_group) for the strips of units [first_unit, end_unit) of one block.
@@ -186,11 +161,12 @@ void run_few_rows(const GemmPass& pass, float* workspace, const WorkspaceLayout&
       run_packed_units<5>, run_packed_units<6>, run_packed_units<7>, run_packed_units<8>,
   };
   const RunUnits run_units = kRunUnits[pass.rows - 1];
-  const int64_t units_per_task = units_per_task_for(pass.plan.units, 1);
-  const int64_t tasks = (pass.plan.units + units_per_task - 1) / units_per_task;
-  ThreadPool::shared().parallel_for(tasks, [&](int64_t task, int thread) {
-    const int64_t first = task * units_per_task;
-    run_units(pass, first, std::min(pass.plan.units, first + units_per_task), layout.scratch(workspace, thread));
+  ThreadPool& pool = ThreadPool::shared();
+  const int64_t task_units = units_per_task(pass.plan.units, 1, pool.num_threads());
+  const int64_t tasks = (pass.plan.units + task_units - 1) / task_units;
+  pool.parallel_for(tasks, [&](int64_t task, int thread) {
+    const int64_t first = task * task_units;
+    run_units(pass, first, std::min(pass.plan.units, first + task_units), layout.scratch(workspace, thread));
   });
 }
 
@@ -256,13 +232,14 @@ void run_many_rows(const GemmPass& pass, float* workspace, const WorkspaceLayout
   const int64_t blocks = (pass.rows + kBlockRows - 1) / kBlockRows;
   const int64_t even_rows = (pass.rows + blocks - 1) / blocks;
   const int64_t block_rows = (even_rows + kTileRows - 1) / kTileRows * kTileRows;
-  const int64_t units_per_task = units_per_task_for(pass.plan.units, blocks);
-  const int64_t column_tasks = (pass.plan.units + units_per_task - 1) / units_per_task;
-  ThreadPool::shared().parallel_for(column_tasks * blocks, [&](int64_t task, int thread) {
+  ThreadPool& pool = ThreadPool::shared();
+  const int64_t task_units = units_per_task(pass.plan.units, blocks, pool.num_threads());
+  const int64_t column_tasks = (pass.plan.units + task_units - 1) / task_units;
+  pool.parallel_for(column_tasks * blocks, [&](int64_t task, int thread) {
     const int64_t first = task % blocks * block_rows;
     const int64_t rows = std::min(block_rows, pass.rows - first);
-    const int64_t first_unit = task / blocks * units_per_task;
-    const int64_t end_unit = std::min(pass.plan.units, first_unit + units_per_task);
+    const int64_t first_unit = task / blocks * task_units;
+    const int64_t end_unit = std::min(pass.plan.units, first_unit + task_units);
     if (rows > 0) run_widened_units(pass, first_unit, end_unit, first, rows, layout.scratch(workspace, thread));
   });
 }

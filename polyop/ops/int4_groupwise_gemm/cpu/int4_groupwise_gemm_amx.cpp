@@ -1,0 +1,428 @@
+// int4_groupwise_gemm_amx: weights of 4 bits times activations of 16 or 32 bits, as integers on AMX tiles.
+// Math      The x of a row and group become integers X = round(x 2^(b - e)), 2^e > max |x|, b = 26 (f32) or 20 (f16,
+// bf16),
+//           and those digits of 7 bits: X = U 2^14 + L with |L| <= 2^13 in two balanced digits, U in one or two. Tiles
+//           sum digit times weight over the group; the sums of L and of U are exact, as integers and as f32 numbers
+//           alike: 256 depths x 8 x 2^13 = 2^24. One rounding adds them, one FMA with the group's scale adds that to
+//           the total.
+// Shapes    x [M, K] · qweight [ceil(N/128) * ceil(K/64) * 8, 512] u8 · s [ceil(K/Kg), N] · out [M, N]
+// Layout    one word of a fragment row is one column (two, 32 apart) x depths {2p, 2p+1, 2p+8, 2p+9}, p = word % 4. A
+//           4 x 4 transposition of words gives each p its vector of 16 columns; then either VPMULTISHIFTQB picks bytes
+//           and VPTERNLOG makes them 16 (q - 8), or a shift and VPERMW look up q - 8 in bf16. Both are what a right
+//           tile wants; x is packed once a call in the same order of depths.
+// Work      Up to two rows: digits and weights are bytes; all digits of all rows stand in one left tile, those of up to
+// 4
+//           groups below each other with zeros in the rows of the others, because storing a tile of sums costs as much
+//           as multiplying one. Weights are widened to a ring in L1, two blocks ahead of their products: a tile whose
+//           rows are stores in flight waits for all of them. More rows: digits and weights are bf16 numbers (digit
+//           times its power of two), so that a tile adds up digits of different weight; 128 depths of 128 columns are
+//           widened once for all rows, and each tile of out runs over them with its totals in registers. Task = 32 to
+//           128 columns.
+// Order     exact sums have no order. The rest, groups ascending, is the same for every M, cut and thread count.
+// Memory    qweight once per call and 256 rows; digits of x M * K * 8 bytes (f32) or 6, 16 rows of bytes if few.
+// Nothing
+//           past K of x, past N of s and out is touched.
+// Roofline  one row, 512 weights: 16 cycles to widen, 8 of product, 5 to join and scale; the SIMD kernel takes 60 in
+// all.
+//           Many rows, 16 x 16 x 32: 64 cycles of product (f32 x), about 60 to store, join and scale for each group.
+//           docs/performance_cpu.md has the rates.
+// Numerics  error bound in README.md; deterministic. Rows with infinities, NaN or numbers of 2^100 are left to the SIMD
+//           kernel.
+// Limits    Kg a multiple of 16, at most 256; any N, K, M; AMX-INT8 and AMX-BF16 with AVX-512 · See ../README.md
+#include <string>
+
+#include "polyop/cpu/amx.h"
+#include "polyop/ops/int4_groupwise_gemm/int4_groupwise_gemm_problem.h"
+
+#if POLYOP_AMX
+#include "polyop/cpu/avx512_target.h"
+//
+#include "polyop/cpu/thread_pool.h"
+#include "polyop/ops/int4_groupwise_gemm/cpu/int4_groupwise_gemm_amx_plan.h"
+#include "polyop/ops/int4_groupwise_gemm/cpu/int4_groupwise_gemm_amx_tiles-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace polyop::cpu {
+namespace HWY_NAMESPACE {
+namespace {
+
+struct AmxPass {
+  const Int4GroupwiseGemmProblem& problem;
+  const AmxPlan& plan;
+  const AmxWorkspace& workspace;
+  int64_t first_row;  // in the problem
+
+  // Words of `unit` at fragment block `block`.
+  [[nodiscard]] const uint32_t* words(int64_t unit, int64_t block) const {
+    return unit_words(problem.qweight, plan.depth_blocks, unit, block * (kFragmentDepth / 16));
+  }
+
+  // First column of a unit's lower or upper tile.
+  static int64_t tile_column(int64_t unit, int64_t half) {
+    return unit / kUnitsPerBlock * kFragmentColumns + column_in_block(unit) + half * 32;
+  }
+
+  // Scales of groups [first_group, end_group) for the tiles of units [first_unit, end_unit): [groups, tiles, 16].
+  void load_scales(int64_t first_unit, int64_t end_unit, int64_t first_group, int64_t end_group, float* scales) const {
+    with_float_type(problem.scales_dtype, [&]<class S> {
+      const S* row = static_cast<const S*>(problem.scales) + first_group * problem.scales_row_stride;
+      for (int64_t group = first_group; group < end_group; ++group) {
+        for (int64_t unit = first_unit; unit < end_unit; ++unit) {
+          for (int64_t half = 0; half < 2; ++half) {
+            hn::Store(load_tile_scales(row, tile_column(unit, half), problem.n), DF16(), scales);
+            scales += kAmxVectorFloats;
+          }
+        }
+        row += problem.scales_row_stride;
+      }
+    });
+  }
+
+  // Stores totals [tiles, totals_rows, 16] of the units for all rows of the pass.
+  void store(int64_t first_unit, int64_t end_unit, const float* totals, int64_t totals_rows) const {
+    with_float_type(problem.x_dtype, [&]<class T> {
+      for (int64_t row = 0; row < plan.rows; ++row) {
+        T* out = static_cast<T*>(problem.out) + problem.out_rows.offset(first_row + row);
+        for (int64_t tile = 0; tile < 2 * (end_unit - first_unit); ++tile) {
+          const int64_t column = tile_column(first_unit + tile / 2, tile % 2);
+          const int64_t valid = problem.n - column;
+          if (valid > 0) store_tile_row(totals + (tile * totals_rows + row) * kAmxVectorFloats, out + column, valid);
+        }
+      }
+    });
+  }
+
+  // Digits and factors of row `row` of the pass.
+  void pack(int64_t row) const {
+    DigitRow to;
+    if (plan.few) {
+      to = {.row = workspace.left + row * plan.digits * plan.segment_depth,
+            .segment_stride = plan.left_tile_bytes(),
+            .slot_stride = plan.rows * plan.digits * plan.segment_depth,
+            .digit_stride = plan.segment_depth,
+            .half_stride = 2 * plan.segment_depth};
+    } else {
+      const int64_t in_tile = row % kAmxRows;
+      to = with_tile_rows(plan.rows - (row - in_tile),
+                          [&]<int kRows> { return digits_of_row<kRows>(left_of_rows(row - in_tile), in_tile, plan); });
+    }
+    with_float_type(problem.x_dtype, [&]<class T> {
+      const T* x = static_cast<const T*>(problem.x) + problem.x_rows.offset(first_row + row);
+      constexpr int kDigits = std::is_same_v<T, float> ? 4 : 3;
+      const auto pack_as = plan.few ? pack_row<kDigits, true, T> : pack_row<kDigits, false, T>;
+      workspace.row_is_taken[row] = pack_as(x, problem.k, problem.group_size, plan, to, workspace.factors + row);
+    });
+  }
+
+  // Many rows: the digits of the 16 rows from `row` on.
+  [[nodiscard]] int8_t* left_of_rows(int64_t row) const {
+    return workspace.left + row / kAmxRows * plan.segments * plan.digits * plan.left_tile_bytes();
+  }
+
+  // Tiles 0 and 1 are sums, 4 and 5 left, 6 right, 7 right (few rows) or left.
+  [[nodiscard]] AmxShapes tile_shapes() const {
+    const int64_t left_bytes = plan.left_tile_bytes() / kAmxRows;
+    AmxShapes shapes;
+    for (const int left : {4, 5, 7}) shapes.row_bytes[left] = static_cast<uint16_t>(left_bytes);
+    shapes.rows[6] = static_cast<uint8_t>(left_bytes / 4);
+    if (plan.few) {
+      shapes.row_bytes[7] = kAmxRowBytes;
+      shapes.rows[7] = shapes.rows[6];
+    }
+    return shapes;
+  }
+};
+
+// ---- few rows -------------------------------------------------------------------------------------------------------
+
+// A fragment block of a unit and a span: the span's blocks run fastest, then the units, then the spans.
+struct FewItem {
+  const AmxPass& pass;
+  int64_t first_unit, end_unit;
+  AmxSpan span;
+  int64_t span_index = 0;
+  int64_t unit;
+  int64_t block;
+  const uint32_t* words;
+
+  FewItem(const AmxPass& of_pass, int64_t first, int64_t end)
+      : pass(of_pass),
+        first_unit(first),
+        end_unit(end),
+        span(pass.plan, 0),
+        unit(first),
+        block(span.first_block),
+        words(pass.words(unit, block)) {}
+
+  void advance() {
+    words += kBlockWords;
+    if (++block < span.end_block) return;
+    if (++unit == end_unit) {
+      unit = first_unit;
+      span = AmxSpan(pass.plan, ++span_index);
+    }
+    block = span.first_block;
+    words = pass.words(unit, block);
+  }
+};
+
+// Adds the part of a span that lies in one block, weights at `right`, to tiles 0 and 1.
+HWY_INLINE void multiply_few(const AmxPlan& plan, const FewItem& item, const int8_t* left, const int8_t* right) {
+  const auto add = [&](const int8_t* digits, ptrdiff_t row_bytes, const int8_t* weights) HWY_ATTR {
+    tile_load<4>(digits, row_bytes);
+    tile_load<6>(weights, kAmxRowBytes);
+    tile_multiply_s8<0, 4, 6>();
+    tile_load<7>(weights + kAmxBlockBytes, kAmxRowBytes);
+    tile_multiply_s8<1, 4, 7>();
+  };
+  const int64_t depth = plan.segment_depth;
+  if (depth == kFragmentDepth) {  // nearly always: Kg 16, 32, 64, 128, 256
+    add(left + item.block * kAmxRows * kFragmentDepth, kAmxRowBytes, right);
+    return;
+  }
+  const int64_t block_segments = kFragmentDepth / depth;
+  const int64_t first = std::max(item.span.first_segment, item.block * block_segments);
+  const int64_t end = std::min(item.span.end_segment, (item.block + 1) * block_segments);
+  for (int64_t segment = first; segment < end; ++segment) {
+    add(left + segment * plan.left_tile_bytes(), depth, right + (segment - item.block * block_segments) * depth * 16);
+  }
+}
+
+// The sums [2, 16, 16] of a unit and a span into the unit's totals [2, rows, 16].
+template <int kDigits, class S>
+void scale_few(const AmxPass& pass, const AmxSpan& span, int64_t unit, const int32_t* HWY_RESTRICT sums,
+               float* HWY_RESTRICT totals) {
+  const DF16 df;
+  const AmxPlan& plan = pass.plan;
+  const int64_t slots = span.end_group - span.first_group;
+  for (int64_t half = 0; half < 2; ++half) {
+    HWY_ALIGN float scales[kAmxFewSlots * kAmxVectorFloats];
+    const S* row_of_scales =
+        static_cast<const S*>(pass.problem.scales) + span.first_group * pass.problem.scales_row_stride;
+    for (int64_t slot = 0; slot < slots; ++slot) {
+      hn::Store(load_tile_scales(row_of_scales, AmxPass::tile_column(unit, half), pass.problem.n), df,
+                scales + slot * kAmxVectorFloats);
+      row_of_scales += pass.problem.scales_row_stride;
+    }
+    for (int64_t row = 0; row < plan.rows; ++row) {
+      const float* factor = pass.workspace.factors + span.first_group * plan.tile_rows + row;
+      const int32_t* sums_of_row = sums + row * kDigits * kAmxVectorFloats;
+      VF16 total = hn::Load(df, totals);
+      for (int64_t slot = 0; slot < slots; ++slot) {
+        total = hn::MulAdd(join_digits<kDigits>(sums_of_row, *factor), hn::Load(df, scales + slot * kAmxVectorFloats),
+                           total);
+        factor += plan.tile_rows;
+        sums_of_row += plan.rows * kDigits * kAmxVectorFloats;
+      }
+      hn::Store(total, df, totals);
+      totals += kAmxVectorFloats;
+    }
+    sums += kAmxSumBytes / 4;
+  }
+}
+
+template <int kDigits, class S>
+void run_few_units(const AmxPass& pass, int64_t first_unit, int64_t end_unit, const AmxWorkspace::Thread& scratch) {
+  const AmxPlan& plan = pass.plan;
+  const int64_t unit_totals = 2 * plan.rows * kAmxVectorFloats;
+  std::fill_n(scratch.totals, (end_unit - first_unit) * unit_totals, 0.0f);
+  const AmxTiles tiles(pass.tile_shapes());
+  const int64_t spans = plan.spans();
+  // A tile must not be loaded while its rows are on their way to memory: weights are widened kItemsAhead items before
+  // they are multiplied, and sums are scaled when those of the next unit are ready to be stored.
+  constexpr int64_t kItemsAhead = 2;
+  constexpr int64_t kRing = 4;
+  const auto ring = [&](int64_t item) { return scratch.blocks + item % kRing * 2 * kAmxBlockBytes; };
+  FewItem widened(pass, first_unit, end_unit);
+  int64_t num_widened = 0;
+  const auto widen_next = [&] {
+    if (widened.span_index == spans) return;
+    int8_t* low = ring(num_widened++);
+    widen_block(widened.words, low, low + kAmxBlockBytes);
+    widened.advance();
+  };
+  for (int64_t i = 0; i < kItemsAhead; ++i) widen_next();
+  FewItem item(pass, first_unit, end_unit);
+  AmxSpan stored_span = item.span;
+  int64_t stored_unit = -1;
+  const auto scale_stored = [&] {
+    if (stored_unit < 0) return;
+    float* totals = scratch.totals + (stored_unit - first_unit) * unit_totals;
+    scale_few<kDigits, S>(pass, stored_span, stored_unit, scratch.sums, totals);
+  };
+  for (int64_t index = 0; item.span_index < spans; ++index) {
+    if (item.block == item.span.first_block) {
+      tile_zero<0>();
+      tile_zero<1>();
+    }
+    multiply_few(plan, item, pass.workspace.left, ring(index));
+    if (item.block + 1 == item.span.end_block) {
+      scale_stored();
+      tile_store<0>(scratch.sums, kAmxRowBytes);
+      tile_store<1>(scratch.sums + kAmxSumBytes / 4, kAmxRowBytes);
+      stored_span = item.span;
+      stored_unit = item.unit;
+    }
+    widen_next();
+    item.advance();
+  }
+  scale_stored();
+  pass.store(first_unit, end_unit, scratch.totals, plan.rows);
+}
+
+// ---- many rows ------------------------------------------------------------------------------------------------------
+
+template <int kDigits>
+void run_many_units(const AmxPass& pass, int64_t first_unit, int64_t end_unit, const AmxWorkspace::Thread& scratch) {
+  const AmxPlan& plan = pass.plan;
+  const int64_t tiles_of_columns = 2 * (end_unit - first_unit);
+  std::fill_n(scratch.totals, tiles_of_columns * plan.tile_rows * kAmxVectorFloats, 0.0f);
+  constexpr int64_t kTileBytes = kAmxSpanBlocks * kAmxBf16BlockBytes;
+  const AmxTiles tiles(pass.tile_shapes());
+  for (int64_t index = 0; index < plan.spans(); ++index) {
+    const AmxSpan span(plan, index);
+    for (int64_t unit = first_unit; unit < end_unit; ++unit) {
+      int8_t* low = scratch.blocks + 2 * (unit - first_unit) * kTileBytes;
+      for (int64_t block = span.first_block; block < span.end_block; ++block) {
+        int8_t* at = low + (block - span.first_block) * kAmxBf16BlockBytes;
+        widen_block_bf16(pass.words(unit, block), at, at + kTileBytes);
+      }
+    }
+    pass.load_scales(first_unit, end_unit, span.first_group, span.end_group, scratch.scales);
+    const int64_t segment_bytes = plan.digits * plan.left_tile_bytes();
+    for (int64_t row = 0; row < plan.rows; row += kAmxRows) {
+      for (int64_t tile = 0; tile < tiles_of_columns; ++tile) {
+        const TileGroups groups{
+            .left = pass.left_of_rows(row) + span.first_segment * segment_bytes,
+            .right = scratch.blocks + tile * kTileBytes +
+                     (span.first_segment * plan.segment_depth - span.first_block * kFragmentDepth) * 32,
+            .segment_depth = plan.segment_depth,
+            .segment_bytes = segment_bytes,
+            .groups = span.end_group - span.first_group,
+            .group_segments = plan.span_segments / plan.span_groups,
+            .segments = span.end_segment - span.first_segment,
+            .scales = scratch.scales + tile * kAmxVectorFloats,
+            .scales_stride = tiles_of_columns * kAmxVectorFloats};
+        float* totals = scratch.totals + (tile * plan.tile_rows + row) * kAmxVectorFloats;
+        with_tile_rows(plan.rows - row, [&]<int kRows> {
+          add_tile_groups<kDigits, kRows>(groups, reinterpret_cast<float*>(scratch.sums), totals);
+        });
+      }
+    }
+  }
+  pass.store(first_unit, end_unit, scratch.totals, plan.tile_rows);
+}
+
+// ---- the call -------------------------------------------------------------------------------------------------------
+
+void run_pass(const AmxPass& pass) {
+  const AmxPlan& plan = pass.plan;
+  ThreadPool& pool = ThreadPool::shared();
+  if (plan.few) {
+    std::memset(pass.workspace.left, 0, static_cast<size_t>(plan.left_bytes()));
+    for (int64_t row = 0; row < plan.rows; ++row) pass.pack(row);
+  } else {
+    pool.parallel_for(plan.tile_rows / kAmxRows, [&](int64_t tile, int) {
+      const int64_t tile_bytes = plan.segments * plan.digits * plan.left_tile_bytes();
+      const int64_t end = std::min(plan.rows, (tile + 1) * kAmxRows);
+      if (end % kAmxRows != 0) std::memset(pass.workspace.left + tile * tile_bytes, 0, static_cast<size_t>(tile_bytes));
+      for (int64_t row = tile * kAmxRows; row < end; ++row) pass.pack(row);
+    });
+  }
+  auto run_units = plan.digits == 4 ? run_many_units<4> : run_many_units<3>;
+  if (plan.few) {
+    with_float_type(pass.problem.scales_dtype,
+                    [&]<class S> { run_units = plan.digits == 4 ? run_few_units<4, S> : run_few_units<3, S>; });
+  }
+  const int64_t task_units = units_per_task(plan.units, 1, pool.num_threads());
+  pool.parallel_for(ceil_div(plan.units, task_units), [&](int64_t task, int thread) {
+    const int64_t first = task * task_units;
+    run_units(pass, first, std::min(plan.units, first + task_units), pass.workspace.thread(thread));
+  });
+}
+
+}  // namespace
+}  // namespace HWY_NAMESPACE
+}  // namespace polyop::cpu
+HWY_AFTER_NAMESPACE();
+
+namespace polyop::cpu {
+namespace {
+
+int64_t pass_rows(int64_t m) {
+  const int64_t passes = std::max<int64_t>(1, ceil_div(m, kAmxPassRows));
+  return passes == 1 ? m : ceil_div(ceil_div(m, passes), kAmxRows) * kAmxRows;
+}
+
+// Row `row` of the problem alone.
+Int4GroupwiseGemmProblem one_row(const Int4GroupwiseGemmProblem& problem, int64_t row) {
+  const auto element_bytes = static_cast<int64_t>(dtype_bytes(problem.x_dtype));
+  Int4GroupwiseGemmProblem alone = problem;
+  alone.m = 1;
+  alone.x = static_cast<const uint8_t*>(problem.x) + problem.x_rows.offset(row) * element_bytes;
+  alone.x_rows = RowAxes();
+  alone.out = static_cast<uint8_t*>(problem.out) + problem.out_rows.offset(row) * element_bytes;
+  alone.out_rows = RowAxes();
+  return alone;
+}
+
+}  // namespace
+
+Status supports_int4_groupwise_gemm_amx(const Int4GroupwiseGemmProblem& problem) {
+  POLYOP_RETURN_IF_ERROR(supports_int4_groupwise_gemm_simd(problem));
+  if (!has_amx_int8() || !has_amx_bf16())
+    return unsupported("the processor lacks AMX-INT8 or AMX-BF16, or POLYOP_AMX is 0");
+  return Status::ok();
+}
+
+int64_t int4_groupwise_gemm_amx_workspace_bytes(const Int4GroupwiseGemmProblem& problem) {
+  const int num_threads = ThreadPool::shared().num_threads();
+  const int64_t rows = pass_rows(problem.m);
+  const auto bytes_for = [&](int64_t some_rows) { return AmxLayout(AmxPlan(problem, some_rows)).bytes(num_threads); };
+  // Rows that the SIMD kernel takes over are computed one by one after the pass, beside its flags.
+  Int4GroupwiseGemmProblem alone = problem;
+  alone.m = 1;
+  const int64_t bytes_alone = kAmxPassRows + int4_groupwise_gemm_simd_workspace_bytes(alone);
+  int64_t bytes = std::max(bytes_for(rows), bytes_alone);
+  if (rows > 0 && problem.m % rows != 0) bytes = std::max(bytes, bytes_for(problem.m % rows));
+  return bytes;
+}
+
+Status int4_groupwise_gemm_amx(const Int4GroupwiseGemmProblem& problem, Workspace workspace, Stream stream) {
+  POLYOP_RETURN_IF_ERROR(supports_int4_groupwise_gemm_amx(problem));
+  const int64_t wanted = int4_groupwise_gemm_amx_workspace_bytes(problem);
+  if (workspace.bytes < wanted) {
+    return internal_error("int4_groupwise_gemm: workspace has " + std::to_string(workspace.bytes) + " bytes, wanted " +
+                          std::to_string(wanted));
+  }
+  const int64_t rows = pass_rows(problem.m);
+  const Workspace rest{static_cast<uint8_t*>(workspace.data) + kAmxPassRows, workspace.bytes - kAmxPassRows};
+  for (int64_t first = 0; first < problem.m; first += rows) {
+    const AmxPlan plan(problem, std::min(rows, problem.m - first));
+    const AmxWorkspace parts(plan, AmxLayout(plan), workspace.data);
+    HWY_NAMESPACE::run_pass({.problem = problem, .plan = plan, .workspace = parts, .first_row = first});
+    for (int64_t row = 0; row < plan.rows; ++row) {
+      if (parts.row_is_taken[row] != 0) continue;
+      POLYOP_RETURN_IF_ERROR(int4_groupwise_gemm_simd(one_row(problem, first + row), rest, stream));
+    }
+  }
+  return Status::ok();
+}
+
+}  // namespace polyop::cpu
+
+#else
+
+namespace polyop::cpu {
+
+Status supports_int4_groupwise_gemm_amx(const Int4GroupwiseGemmProblem&) {
+  return unsupported("this build has no AMX");
+}
+int64_t int4_groupwise_gemm_amx_workspace_bytes(const Int4GroupwiseGemmProblem&) { return 0; }
+Status int4_groupwise_gemm_amx(const Int4GroupwiseGemmProblem& problem, Workspace, Stream) {
+  return supports_int4_groupwise_gemm_amx(problem);
+}
+
+}  // namespace polyop::cpu
+
+#endif  // POLYOP_AMX

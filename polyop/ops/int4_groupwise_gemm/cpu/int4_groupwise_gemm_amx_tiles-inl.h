@@ -1,0 +1,405 @@
+// The parts of the AMX kernel of int4_groupwise_gemm that work on vectors and tiles: digits of x, weights as bytes,
+// products of a few groups, and what becomes of their sums. int4_groupwise_gemm_amx.cpp derives the arithmetic.
+//
+// Terms: a unit is 32 columns of a fragment block, two tiles of 16: columns from column_in_block(unit) and 32 further
+// on. Inside a tile the columns stand transposed, as a 4 x 4 square: place 4 b + v holds column 4 v + b.
+//
+// Included once per SIMD target.
+#if defined(POLYOP_INT4_GROUPWISE_GEMM_AMX_TILES_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef POLYOP_INT4_GROUPWISE_GEMM_AMX_TILES_INL_H_
+#undef POLYOP_INT4_GROUPWISE_GEMM_AMX_TILES_INL_H_
+#else
+#define POLYOP_INT4_GROUPWISE_GEMM_AMX_TILES_INL_H_
+#endif
+
+#include <hwy/highway.h>
+#include <immintrin.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+
+#include "polyop/cpu/amx.h"
+#include "polyop/cpu/simd_convert-inl.h"
+#include "polyop/ops/int4_groupwise_gemm/cpu/int4_groupwise_gemm_amx_plan.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace polyop::cpu {
+namespace HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+using DF16 = hn::CappedTag<float, 16>;
+using VF16 = hn::Vec<DF16>;
+using DI16 = hn::RebindToSigned<DF16>;
+using VI16 = hn::Vec<DI16>;
+
+inline constexpr int64_t kStepWordCount = 256;              // from one step of 16 depths of a strip to the next
+inline constexpr int64_t kBlockWords = 4 * kStepWordCount;  // from one fragment block of a strip to the next
+inline constexpr int64_t kFetchAheadWords = 2 * kBlockWords;
+
+// ---- weights as bytes -----------------------------------------------------------------------------------------------
+
+// For each half of a unit: the start of the 8 bits whose upper four are the nibble of depths 2 p, 2 p + 1, 2 p + 8 and
+// 2 p + 9, from two words of 32 bits.
+HWY_INLINE __m512i nibble_windows(int half) {
+  alignas(64) uint8_t start[64];
+  for (int byte = 0; byte < 64; ++byte) {
+    const int odd = byte % 2;
+    const int high_depth = byte % 4 / 2;
+    const int nibble = 4 * odd + 2 * half + high_depth;
+    start[byte] = static_cast<uint8_t>((byte % 8 / 4 * 32 + 4 * nibble - 4) & 63);
+  }
+  return _mm512_load_si512(start);
+}
+
+// Bytes 16 (q - 8) of the chosen nibbles: what is below them goes, and the sign of q - 8 is the negated top bit of q.
+HWY_INLINE __m512i weight_bytes(__m512i words, __m512i windows) {
+  constexpr int kAndXor = 0x6a;  // (a & b) ^ c
+  return _mm512_ternarylogic_epi32(_mm512_multishift_epi64_epi8(windows, words), _mm512_set1_epi32(0xf0f0f0f0),
+                                   _mm512_set1_epi32(0x80808080), kAndXor);
+}
+
+// q - 8 for every q, twice.
+HWY_INLINE __m512i bf16_weights() {
+  alignas(64) uint16_t bits[32];
+  for (int i = 0; i < 32; ++i) {
+    bits[i] = static_cast<uint16_t>(std::bit_cast<uint32_t>(static_cast<float>(i % 16 - kInt4Bias)) >> 16);
+  }
+  return _mm512_load_si512(bits);
+}
+
+// The words of a unit at one step: p[i] has word i of each of the 16 columns.
+struct WordPairs {
+  __m512i p[4];
+};
+
+HWY_INLINE WordPairs load_pairs(const uint32_t* words) {
+  __m512i columns[4];  // of 4 columns each, 4 words a column
+#pragma GCC unroll 4
+  for (int v = 0; v < 4; ++v) {
+    columns[v] = _mm512_loadu_si512(words + 16 * v);
+    _mm_prefetch(reinterpret_cast<const char*>(words + 16 * v + kFetchAheadWords), _MM_HINT_T0);
+  }
+  const __m512i a = _mm512_unpacklo_epi32(columns[0], columns[1]);
+  const __m512i b = _mm512_unpackhi_epi32(columns[0], columns[1]);
+  const __m512i c = _mm512_unpacklo_epi32(columns[2], columns[3]);
+  const __m512i d = _mm512_unpackhi_epi32(columns[2], columns[3]);
+  return {{_mm512_unpacklo_epi64(a, c), _mm512_unpackhi_epi64(a, c), _mm512_unpacklo_epi64(b, d),
+           _mm512_unpackhi_epi64(b, d)}};
+}
+
+// The words of a unit and a block of 64 depths as bytes, one tile [16, 64] at `low` for its lower 16 columns and one at
+// `high`. Row 4 s + p of a tile holds depths 16 s + {2 p, 2 p + 1, 2 p + 8, 2 p + 9}.
+HWY_INLINE void widen_block(const uint32_t* HWY_RESTRICT words, int8_t* HWY_RESTRICT low, int8_t* HWY_RESTRICT high) {
+  const __m512i low_windows = nibble_windows(0);
+  const __m512i high_windows = nibble_windows(1);
+#pragma GCC unroll 4
+  for (int step = 0; step < 4; ++step, words += kStepWordCount) {
+    const WordPairs pairs = load_pairs(words);
+#pragma GCC unroll 4
+    for (int p = 0; p < 4; ++p) {
+      _mm512_store_si512(low + (4 * step + p) * 64, weight_bytes(pairs.p[p], low_windows));
+      _mm512_store_si512(high + (4 * step + p) * 64, weight_bytes(pairs.p[p], high_windows));
+    }
+  }
+}
+
+// Widens as widen_block does, to bf16 numbers q - 8: four tiles [16, 32], depths 0-31 and 32-63 at `low` and behind it,
+// the same at `high`. Row 8 s + 4 h + p of a tile holds depths 16 s + 8 h + {2 p, 2 p + 1}.
+HWY_INLINE void widen_block_bf16(const uint32_t* HWY_RESTRICT words, int8_t* HWY_RESTRICT low,
+                                 int8_t* HWY_RESTRICT high) {
+  const __m512i table = bf16_weights();
+#pragma GCC unroll 4
+  for (int step = 0; step < 4; ++step, words += kStepWordCount) {
+    const WordPairs pairs = load_pairs(words);
+#pragma GCC unroll 4
+    for (int p = 0; p < 4; ++p) {
+      const int64_t row = (8 * step + p) * 64;
+      // Lanes of 16 bits; the permutation reads five bits of each, and both halves of the table are the same.
+      _mm512_store_si512(low + row, _mm512_permutexvar_epi16(pairs.p[p], table));
+      _mm512_store_si512(low + row + 256, _mm512_permutexvar_epi16(_mm512_srli_epi32(pairs.p[p], 4), table));
+      _mm512_store_si512(high + row, _mm512_permutexvar_epi16(_mm512_srli_epi32(pairs.p[p], 8), table));
+      _mm512_store_si512(high + row + 256, _mm512_permutexvar_epi16(_mm512_srli_epi32(pairs.p[p], 12), table));
+    }
+  }
+}
+
+// ---- digits of x ----------------------------------------------------------------------------------------------------
+
+// Where the digits of a row go, in bytes: those of a segment at row + segment * segment_stride + slot * slot_stride,
+// the slot being the group's place among those that share a tile of sums; digit d of them at d % 2 * digit_stride + d /
+// 2 * half_stride.
+struct DigitRow {
+  int8_t* row;
+  int64_t segment_stride;
+  int64_t slot_stride;
+  int64_t digit_stride;
+  int64_t half_stride;
+
+  [[nodiscard]] int64_t digit_offset(int digit) const { return digit % 2 * digit_stride + digit / 2 * half_stride; }
+};
+
+// 16 numbers of x from `depth`; what lies at k or beyond is not read, and zero.
+template <class T>
+HWY_INLINE VF16 load_step(const T* HWY_RESTRICT x, int64_t depth, int64_t k) {
+  const DF16 df;
+  if (depth + 16 <= k) return load_f32(df, x + depth);
+  if (depth >= k) return hn::Zero(df);
+  return load_f32_n(df, x + depth, static_cast<size_t>(k - depth));
+}
+
+// The bits of x's integers: |x| < 2^exponent becomes round(x 2^(bits - exponent)), at most 2^bits.
+template <int kDigits>
+inline constexpr int kIntegerBits = kDigits == 4 ? 26 : 20;
+
+// The lowest 7 bits of `number` as a digit of -64..63; returns the rest.
+HWY_INLINE VI16 take_digit(VI16 number, VI16* digit) {
+  const DI16 di;
+  const VI16 shifted = hn::Add(number, hn::Set(di, 64));
+  *digit = hn::Sub(hn::And(shifted, hn::Set(di, 127)), hn::Set(di, 64));
+  return hn::ShiftRight<7>(shifted);
+}
+
+// 16 integers as kDigits digits, least first: the lower 14 bits become two, balanced around zero, each with its sign;
+// so that at most 256 products of {digit 0 + 128 digit 1} with weights of -8..7 add up to 2^24, the upper digits as
+// well.
+template <int kDigits>
+HWY_INLINE void split_digits(VI16 integer, VI16 (&digits)[kDigits]) {
+  const DI16 di;
+  const VI16 shifted = hn::Add(integer, hn::Set(di, 8192));
+  const VI16 lower = hn::Sub(hn::And(shifted, hn::Set(di, 16383)), hn::Set(di, 8192));
+  const VI16 upper = hn::ShiftRight<14>(shifted);
+  digits[1] = take_digit(lower, &digits[0]);
+  if constexpr (kDigits == 4) {
+    digits[3] = take_digit(upper, &digits[2]);
+  } else {
+    digits[2] = upper;
+  }
+}
+
+// The digits of 16 depths as bytes, in the order of widen_block's rows.
+template <int kDigits>
+HWY_INLINE void store_digits(VI16 integer, const DigitRow& to, int8_t* at) {
+  const __m512i depth_order = _mm512_set_epi32(15, 14, 7, 6, 13, 12, 5, 4, 11, 10, 3, 2, 9, 8, 1, 0);
+  VI16 digits[kDigits];
+  split_digits<kDigits>(VI16{_mm512_permutexvar_epi32(depth_order, integer.raw)}, digits);
+#pragma GCC unroll 4
+  for (int digit = 0; digit < kDigits; ++digit) {
+    _mm_store_si128(reinterpret_cast<__m128i*>(at + to.digit_offset(digit)), _mm512_cvtepi32_epi8(digits[digit].raw));
+  }
+}
+
+// The digits of 16 depths as bf16 numbers, digit d times 128^d 2^unit_exponent, in the order of widen_block_bf16's
+// rows.
+template <int kDigits>
+HWY_INLINE void store_digits_bf16(VI16 integer, int unit_exponent, const DigitRow& to, int8_t* at) {
+  const DF16 df;
+  VI16 digits[kDigits];
+  split_digits<kDigits>(integer, digits);
+#pragma GCC unroll 4
+  for (int digit = 0; digit < kDigits; ++digit) {
+    const VF16 unit = hn::Set(df, power_of_two(unit_exponent + 7 * digit));
+    const VF16 number = hn::Mul(hn::ConvertTo(df, digits[digit]), unit);
+    _mm256_store_si256(reinterpret_cast<__m256i*>(at + to.digit_offset(digit)),
+                       _mm512_cvtepi32_epi16(hn::ShiftRight<16>(hn::BitCast(DI16(), number)).raw));
+  }
+}
+
+// One row of x as digits. Few rows: at factors[group * tile_rows] what a sum of products with them stands for; many:
+// the digits contain it. Returns false if there is a group that must be left to another kernel; it counts as zero.
+template <int kDigits, bool kFew, class T>
+bool pack_row(const T* HWY_RESTRICT x, int64_t k, int64_t group_size, const AmxPlan& plan, const DigitRow& to,
+              float* HWY_RESTRICT factors) {
+  constexpr int kBits = kIntegerBits<kDigits>;
+  constexpr int kWeightBits = 4;  // weight bytes are 16 (q - 8)
+  const DF16 df;
+  const hn::RebindToUnsigned<DF16> du;
+  bool all_taken = true;
+  for (int64_t group = 0; group < plan.groups; ++group) {
+    const int64_t first = group * group_size;
+    const int64_t end = std::min(first + group_size, plan.segments * plan.segment_depth);
+    auto largest = hn::Zero(du);
+    for (int64_t depth = first; depth < end; depth += 16) {
+      largest = hn::Max(largest, hn::BitCast(du, hn::Abs(load_step(x, depth, k))));
+    }
+    const uint32_t largest_bits = _mm512_reduce_max_epu32(largest.raw);
+    const int exponent = std::max(static_cast<int>(largest_bits >> 23) - 126, kAmxLeastExponent);
+    const bool taken = exponent <= kAmxGreatestExponent;
+    all_taken &= taken;
+    const auto scale = hn::Set(df, taken ? power_of_two(kBits - exponent) : 0.0f);
+    if constexpr (kFew) factors[group * plan.tile_rows] = taken ? power_of_two(exponent - kBits - kWeightBits) : 0.0f;
+    int8_t* slot = to.row + group % plan.span_groups * to.slot_stride;
+    for (int64_t depth = first; depth < end; depth += 16) {
+      auto number = load_step(x, depth, k);
+      if (!taken) number = hn::Zero(df);
+      const VI16 integer{
+          _mm512_cvt_roundps_epi32(hn::Mul(number, scale).raw, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+      int8_t* at = slot + depth / plan.segment_depth * to.segment_stride;
+      if constexpr (kFew) {
+        store_digits<kDigits>(integer, to, at + depth % plan.segment_depth);
+      } else {
+        const int unit_exponent = taken ? exponent - kBits : 0;
+        store_digits_bf16<kDigits>(integer, unit_exponent, to, at + 2 * (depth % plan.segment_depth));
+      }
+    }
+  }
+  return all_taken;
+}
+
+// ---- sums -----------------------------------------------------------------------------------------------------------
+
+// The 16 sums of one row and group from those of its digits (`sums`, 16 numbers apart, least digit first), times
+// `factor`, a power of two. Each half of the digits is exact; one rounding joins them.
+template <int kDigits>
+HWY_INLINE VF16 join_digits(const int32_t* HWY_RESTRICT sums, float factor) {
+  const DF16 df;
+  const DI16 di;
+  const VI16 lower = hn::Add(hn::Load(di, sums), hn::ShiftLeft<7>(hn::Load(di, sums + 16)));
+  VI16 upper = hn::Load(di, sums + 32);
+  if constexpr (kDigits == 4) upper = hn::Add(upper, hn::ShiftLeft<7>(hn::Load(di, sums + 48)));
+  const VF16 joined = hn::MulAdd(hn::ConvertTo(df, upper), hn::Set(df, 0x1p14f), hn::ConvertTo(df, lower));
+  return hn::Mul(joined, hn::Set(df, factor));
+}
+
+HWY_INLINE __m512i transposed_columns() {
+  return _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);  // its own inverse
+}
+
+// 16 scales from `column` of one group's row in the order of a tile, zeros from column n on, which are not read.
+template <class S>
+HWY_INLINE VF16 load_tile_scales(const S* HWY_RESTRICT scales, int64_t column, int64_t n) {
+  const DF16 df;
+  VF16 wide = hn::Zero(df);
+  if (column + 16 <= n) {
+    wide = load_f32(df, scales + column);
+  } else if (column < n) {
+    wide = load_f32_n(df, scales + column, static_cast<size_t>(n - column));
+  }
+  return VF16{_mm512_permutexvar_ps(transposed_columns(), wide.raw)};
+}
+
+// A row of totals of a tile to its columns of `out`, those below `valid_columns`.
+template <class T>
+HWY_INLINE void store_tile_row(const float* HWY_RESTRICT totals, T* HWY_RESTRICT out, int64_t valid_columns) {
+  const DF16 df;
+  const VF16 columns{_mm512_permutexvar_ps(transposed_columns(), hn::Load(df, totals).raw)};
+  if (valid_columns >= 16) {
+    store_f32(df, columns, out);
+  } else {
+    store_f32_n(df, columns, out, static_cast<size_t>(valid_columns));
+  }
+}
+
+// ---- many rows ------------------------------------------------------------------------------------------------------
+
+// What a tile of rows and 16 columns gets from consecutive groups.
+struct TileGroups {
+  const int8_t* left;   // digits of the rows, from the first segment on
+  const int8_t* right;  // weights of the columns, from the first segment on: [segments, segment_depth / 2, 32]
+  int64_t segment_depth;
+  int64_t segment_bytes;  // of left
+  int64_t groups;
+  int64_t group_segments;
+  int64_t segments;     // in all; fewer than groups * group_segments where K ends
+  const float* scales;  // [groups, tiles, 16]
+  int64_t scales_stride;
+};
+
+// Where digits and their sums stand. 16 rows: a left tile for each digit; tile 0 sums the lower ones, tile 1 the upper
+// ones. Up to 8 rows: the upper half of a tile has the upper digits, so there is a tile of even and one of odd digits,
+// and one tile of sums. Up to 4 rows: all digits below each other in one tile, and their sums as well.
+template <int kRows>
+DigitRow digits_of_row(int8_t* left, int64_t row, const AmxPlan& plan) {
+  const int64_t row_bytes = plan.left_tile_bytes() / kAmxRows;
+  const int64_t tile_bytes = plan.left_tile_bytes();
+  return {.row = left + row * row_bytes,
+          .segment_stride = plan.digits * tile_bytes,
+          .slot_stride = 0,
+          .digit_stride = kRows == 4 ? 4 * row_bytes : tile_bytes,
+          .half_stride = kRows == 16 ? 2 * tile_bytes : 8 * row_bytes};
+}
+
+// The sums of `group` to tiles 0 and, for 16 rows, 1.
+template <int kDigits, int kRows>
+HWY_INLINE void multiply_group(const TileGroups& tile, int64_t group) {
+  tile_zero<0>();
+  if constexpr (kRows == 16) tile_zero<1>();
+  const ptrdiff_t row_bytes = 2 * tile.segment_depth;
+  const int64_t tile_bytes = kAmxRows * row_bytes;
+  const int64_t first = group * tile.group_segments;
+  const int64_t end = std::min(tile.segments, first + tile.group_segments);
+  for (int64_t segment = first; segment < end; ++segment) {
+    const int8_t* left = tile.left + segment * tile.segment_bytes;
+    tile_load<6>(tile.right + segment * tile.segment_depth * 32, kAmxRowBytes);
+    tile_load<4>(left, row_bytes);
+    tile_multiply_bf16<0, 4, 6>();
+    if constexpr (kRows >= 8) {
+      tile_load<5>(left + tile_bytes, row_bytes);
+      tile_multiply_bf16<0, 5, 6>();
+    }
+    if constexpr (kRows == 16) {
+      tile_load<7>(left + 2 * tile_bytes, row_bytes);
+      tile_multiply_bf16<1, 7, 6>();
+      if constexpr (kDigits == 4) {
+        tile_load<4>(left + 3 * tile_bytes, row_bytes);
+        tile_multiply_bf16<1, 4, 6>();
+      }
+    }
+  }
+}
+
+template <int kRows>
+HWY_INLINE void store_sums(float* sums) {
+  tile_store<0>(sums, kAmxRowBytes);
+  if constexpr (kRows == 16) tile_store<1>(sums + kAmxSumBytes / 4, kAmxRowBytes);
+}
+
+// The sums of a row with all its digits: exact in each half, rounded once.
+template <int kDigits, int kRows>
+HWY_INLINE VF16 join_sums(const float* HWY_RESTRICT sums, int row) {
+  const DF16 df;
+  const auto load = [&](int at) HWY_ATTR { return hn::Load(df, sums + 16 * at); };
+  if constexpr (kRows > 4) return hn::Add(load(kRows + row), load(row));
+  VF16 upper = load(8 + row);
+  if constexpr (kDigits == 4) upper = hn::Add(upper, load(12 + row));
+  return hn::Add(upper, hn::Add(load(4 + row), load(row)));
+}
+
+// Adds the groups to totals [kRows, 16]. The sums of a group are scaled after the next group's products have been
+// issued, and before its sums are stored: loads wait for older stores to the same place in a page.
+template <int kDigits, int kRows>
+void add_tile_groups(const TileGroups& tile, float* HWY_RESTRICT sums, float* HWY_RESTRICT totals) {
+  const DF16 df;
+  VF16 total[kRows];
+#pragma GCC unroll 16
+  for (int row = 0; row < kRows; ++row) total[row] = hn::Load(df, totals + 16 * row);
+  multiply_group<kDigits, kRows>(tile, 0);
+  store_sums<kRows>(sums);
+  for (int64_t group = 0; group < tile.groups; ++group) {
+    const bool more = group + 1 < tile.groups;
+    if (more) multiply_group<kDigits, kRows>(tile, group + 1);
+    const VF16 scale = hn::Load(df, tile.scales + group * tile.scales_stride);
+#pragma GCC unroll 16
+    for (int row = 0; row < kRows; ++row) {
+      total[row] = hn::MulAdd(join_sums<kDigits, kRows>(sums, row), scale, total[row]);
+    }
+    if (more) store_sums<kRows>(sums);
+  }
+#pragma GCC unroll 16
+  for (int row = 0; row < kRows; ++row) hn::Store(total[row], df, totals + 16 * row);
+}
+
+// Calls fn.operator()<kRows>() with the row count of the tile for `rows` of 1 to 16 rows.
+template <class Fn>
+auto with_tile_rows(int64_t rows, Fn&& fn) {
+  if (rows <= 4) return fn.template operator()<4>();
+  if (rows <= 8) return fn.template operator()<8>();
+  return fn.template operator()<16>();
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace polyop::cpu
+HWY_AFTER_NAMESPACE();
+
+#endif  // POLYOP_INT4_GROUPWISE_GEMM_AMX_TILES_INL_H_
