@@ -43,7 +43,6 @@ OpSchema make_schema() {
   const DimExpr linear_capacity = symbol("Lmax");
   const std::vector<Dim> pages = {symbol("P"), page_size, kv_heads, head_dim};
   const std::vector<Dim> linear = {sequences, kv_heads, linear_capacity, head_dim};
-  const std::vector<DType> cache_dtypes = {DType::kF32, DType::kF16, DType::kBF16, DType::kF8E4M3, DType::kI8};
 
   const AttributeCondition is_paged = when("cache_form", "paged");
   const AttributeCondition is_linear = when("cache_form", "linear");
@@ -70,10 +69,10 @@ OpSchema make_schema() {
                    .dtype_of("q"))
       .operand(input("v").doc("values").dims({tokens, kv_heads, head_dim}).dtype_of("q"))
       .operand(in_out("k_cache")
-                   .doc("key cache: pages, or one row of positions a sequence; of q's dtype, f8e4m3 or i8")
+                   .doc("key cache: pages, or one row of positions a sequence")
                    .dims_when(is_paged, pages)
                    .dims_when(is_linear, linear)
-                   .dtypes(cache_dtypes))
+                   .dtypes_or_that_of({DType::kF8E4M3, DType::kI8}, "q"))
       .operand(in_out("v_cache")
                    .doc("value cache")
                    .dims_when(is_paged, pages)

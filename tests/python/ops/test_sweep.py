@@ -62,7 +62,7 @@ HINTS: dict[str, Hints] = {
     "qk_norm_rope_append": Hints(
         extents={
             "B": (0, 3),
-            "T": (0, 9),
+            "T": (3, 12),
             "P": (12, 15),
             "R": (1, 4),
             "W": (1, 4),

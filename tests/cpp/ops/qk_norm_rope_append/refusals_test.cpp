@@ -81,7 +81,7 @@ TEST_F(QkNormRopeAppendRefusals, DtypesShapesAndAttributes) {
   std::erase_if(call.operands, [](const NamedTensor& operand) { return operand.name == "v_cache"; });
   GuardedTensor other_cache(DType::kBF16, {7, 4, 2, 8});
   call.operands.push_back({"v_cache", other_cache});
-  EXPECT_EQ(refuse(call), "qk_norm_rope_append: k is f16, wanted bf16 as k_cache");
+  EXPECT_EQ(refuse(call), "qk_norm_rope_append: k_cache is bf16, wanted f8e4m3 or i8 or f16 as q");
   GuardedTensor odd(DType::kF32, {12, 7});
   const TensorView odd_view = odd;
   EXPECT_EQ(refuse(with("cos_sin", &odd_view)),
