@@ -60,11 +60,11 @@ class FusedAttention(AttentionBackend):
             q_scaling=q_scaling,
             qk_norm=qk_norm,
         )
-        self._norm = {}
+        self._interleaved = pos_embd_params is not None and not pos_embd_params.is_neox
+        self._append_options = {"interleaved": self._interleaved}
         if qk_norm is not None:
             weights = {"q_norm_weight": qk_norm.q_weight, "k_norm_weight": qk_norm.k_weight}
-            self._norm = weights | {"epsilon": qk_norm.epsilon}
-        self._interleaved = pos_embd_params is not None and not pos_embd_params.is_neox
+            self._append_options |= weights | {"epsilon": qk_norm.epsilon}
         # Looked up here and not in forward: hashing the parameters would cost more than the rest of a call's checks.
         self._cos_sin = None if pos_embd_params is None else rope_cos_sin_table(pos_embd_params.rope)
 
@@ -110,13 +110,9 @@ class FusedAttention(AttentionBackend):
         }
         if metadata.uses_cache:
             k_pages, v_pages = metadata.kv_cache_manager.get_buffers(self.layer_idx)
-            place = {
-                "update_offsets": metadata.query_offsets,
-                "write_positions": metadata.write_positions,
-                "page_table": metadata.page_table,
-            }
+            offsets, starts, table = metadata.query_offsets, metadata.write_positions, metadata.page_table
             if self._cos_sin is None:
-                kv_cache_update(k_pages, v_pages, k, v, **place)
+                kv_cache_update(k_pages, v_pages, k, v, offsets, starts, table)
             else:
                 # Positions that nobody has set are those in the cache, which the operator knows by itself.
                 ids = None if metadata.position_ids is None else metadata.token_positions
@@ -127,11 +123,12 @@ class FusedAttention(AttentionBackend):
                     k_pages,
                     v_pages,
                     self._cos_sin,
-                    position_ids=ids,
-                    interleaved=self._interleaved,
+                    offsets,
+                    starts,
+                    table,
+                    ids,
                     q_out=q,
-                    **place,
-                    **self._norm,
+                    **self._append_options,
                 )
             attention(q, k_pages, v_pages, kv_lengths=metadata.kv_lengths, page_table=metadata.page_table, **options)
         else:
