@@ -78,6 +78,23 @@ __device__ LaneChannels lane_channels(const QkNormRopeAppendProblem& p, int slot
   return {.active = active, .rotates = rotates, .slot = slot, .low = low, .high = high};
 }
 
+/// The weights of kWidth channels from `channel` on, by accesses of 16 bytes.
+template <class T, int kWidth>
+__device__ void load_weights(const HeadNorm& norm, int channel, float (&weights)[kWidth]) {
+  if (norm.weight_dtype == DType::kF32) {
+#pragma unroll
+    for (int j = 0; j < kWidth; j += 4) {
+      const auto* address = reinterpret_cast<const float4*>(static_cast<const float*>(norm.weight) + channel + j);
+      const float4 four = __ldg(address);
+      weights[j] = four.x, weights[j + 1] = four.y, weights[j + 2] = four.z, weights[j + 3] = four.w;
+    }
+  } else {
+    const auto vector = *reinterpret_cast<const Vector<T, kWidth>*>(static_cast<const T*>(norm.weight) + channel);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) weights[j] = to_float(vector.values[j]);
+  }
+}
+
 /// Norm and rotation of one lane's channels, in f32, then rounded: a and b are replaced.
 template <class T, int kWidth, bool kInterleaved>
 __device__ void norm_and_rotate(const HeadNorm& norm, float factor, const LaneChannels& at, const float (&c)[kWidth],
@@ -89,11 +106,13 @@ __device__ void norm_and_rotate(const HeadNorm& norm, float factor, const LaneCh
     x[kWidth + j] = to_float(b->values[j]);
   }
   if (norm.weight != nullptr) {
+    float weights[kWidth];
+    load_weights<T>(norm, at.low, weights);
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      x[j] = __fmul_rn(__fmul_rn(x[j], factor), weight_at<T>(norm, at.low + j));
-      x[kWidth + j] = __fmul_rn(__fmul_rn(x[kWidth + j], factor), weight_at<T>(norm, at.high + j));
-    }
+    for (int j = 0; j < kWidth; ++j) x[j] = __fmul_rn(__fmul_rn(x[j], factor), weights[j]);
+    load_weights<T>(norm, at.high, weights);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) x[kWidth + j] = __fmul_rn(__fmul_rn(x[kWidth + j], factor), weights[j]);
   }
   if (at.rotates) {
 #pragma unroll
@@ -240,9 +259,10 @@ template <class T>
 bool takes_vectors(const QkNormRopeAppendProblem& p, int64_t width) {
   const auto bytes = static_cast<int64_t>(sizeof(T));
   const int64_t cache_bytes = dtype_bytes(p.append.cache_dtype);
-  AccessWidth access;  // of q, k and v, and of the table
+  AccessWidth access;  // of q, k and v, of the weights and of the table
   AccessWidth stores;  // of the cache: `width` elements at a time
   access.address(p.q).address(p.q_out).address(p.rotary.cos_sin).distance(p.rotary.cos_sin_stride * 4);
+  access.address(p.q_norm.weight).address(p.k_norm.weight);
   for (const int64_t stride : {p.q_token_stride, p.q_head_stride, p.q_out_token_stride, p.q_out_head_stride}) {
     access.distance(stride * bytes);
   }
