@@ -58,7 +58,7 @@ OpSchema make_schema() {
                        "RMS norm of each query and key head (optional), rotary embedding of both, and the append of "
                        "keys and values to a paged or linear cache, in one call. Every other element of the cache "
                        "keeps its bits. A token without a slot (position_ids -1, or a row from update_offsets[B] on) "
-                       "is left out before anything of it is read.")
+                       "is left out: nothing that it points to is read.")
       .operand(input("q")
                    .doc("queries")
                    .dims({tokens, query_heads, head_dim})
