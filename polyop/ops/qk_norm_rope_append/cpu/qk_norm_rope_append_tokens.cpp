@@ -90,22 +90,47 @@ float sum_of_squares(const T* x, int64_t count) {
   return sum;
 }
 
+// Heads whose factors are found before the first of them is rotated: sums, roots and divisions of several heads
+// overlap.
+constexpr int64_t kHeadsAtOnce = 16;
+
+/// 1 / sqrt(mean(x²) + epsilon) of `heads` heads; nothing without a norm.
+template <class T>
+HWY_INLINE void norm_factors(const QkNormRopeAppendProblem& problem, const HeadNorm& norm, const T* x,
+                             int64_t head_stride, int64_t heads, float* factors) {
+  if (norm.weight == nullptr) return;
+  const int64_t head_dim = problem.append.head_dim;
+  for (int64_t head = 0; head < heads; ++head) factors[head] = sum_of_squares(x + head * head_stride, head_dim);
+  for (int64_t head = 0; head < heads; ++head) {
+    factors[head] = 1.0f / std::sqrt(factors[head] / static_cast<float>(head_dim) + problem.epsilon);
+  }
+}
+
 /// One head [D] to `to`, a RoundedRow or a QuantizedRow.
 template <class T, class To>
-HWY_INLINE void norm_and_rotate(const QkNormRopeAppendProblem& problem, const HeadNorm& norm, const float* cosines,
-                                const T* x, const To& to) {
+HWY_INLINE void norm_and_rotate(const QkNormRopeAppendProblem& problem, const HeadNorm& norm, float factor,
+                                const float* cosines, const T* x, const To& to) {
   const int64_t head_dim = problem.append.head_dim;
   if (norm.weight == nullptr) {
-    return rotate_row(problem.rotary, cosines, head_dim, PlainRow<T>{x}, to);
-  }
-  const float mean = sum_of_squares(x, head_dim) / static_cast<float>(head_dim);
-  const float factor = 1.0f / std::sqrt(mean + problem.epsilon);
-  if (norm.weight_dtype == DType::kF32) {
+    rotate_row(problem.rotary, cosines, head_dim, PlainRow<T>{x}, to);
+  } else if (norm.weight_dtype == DType::kF32) {
     const NormedRow<T, float> from = {.x = x, .weight = static_cast<const float*>(norm.weight), .factor = factor};
     rotate_row(problem.rotary, cosines, head_dim, from, to);
   } else {
     const NormedRow<T, T> from = {.x = x, .weight = static_cast<const T*>(norm.weight), .factor = factor};
     rotate_row(problem.rotary, cosines, head_dim, from, to);
+  }
+}
+
+/// Calls run_head(head, its channels, its norm's factor) for `num_heads` heads from x on.
+template <class T, class RunHead>
+HWY_INLINE void for_each_head(const QkNormRopeAppendProblem& problem, const HeadNorm& norm, const T* x,
+                              int64_t head_stride, int64_t num_heads, RunHead&& run_head) {
+  float factors[kHeadsAtOnce] = {};
+  for (int64_t first = 0; first < num_heads; first += kHeadsAtOnce) {
+    const int64_t heads = std::min(kHeadsAtOnce, num_heads - first);
+    norm_factors(problem, norm, x + first * head_stride, head_stride, heads, factors);
+    for (int64_t i = 0; i < heads; ++i) run_head(first + i, x + (first + i) * head_stride, factors[i]);
   }
 }
 
@@ -115,10 +140,11 @@ template <class T>
 void run_queries(const QkNormRopeAppendProblem& problem, const float* cosines, int64_t token) {
   const T* x = static_cast<const T*>(problem.q) + token * problem.q_token_stride;
   T* out = static_cast<T*>(problem.q_out) + token * problem.q_out_token_stride;
-  for (int64_t head = 0; head < problem.num_query_heads; ++head) {
-    norm_and_rotate(problem, problem.q_norm, cosines, x + head * problem.q_head_stride,
-                    RoundedRow<T>{out + head * problem.q_out_head_stride});
-  }
+  for_each_head(problem, problem.q_norm, x, problem.q_head_stride, problem.num_query_heads,
+                [&](int64_t head, const T* head_x, float factor) {
+                  norm_and_rotate(problem, problem.q_norm, factor, cosines, head_x,
+                                  RoundedRow<T>{out + head * problem.q_out_head_stride});
+                });
 }
 
 /// The keys of one token; `offset` is that of its row in the cache, in elements.
@@ -126,20 +152,23 @@ template <class T>
 void run_keys(const QkNormRopeAppendProblem& problem, const float* cosines, int64_t token, int64_t offset) {
   const KvCacheAppend& append = problem.append;
   const KvCachePlane& plane = append.planes[0];
+  const HeadNorm& norm = problem.k_norm;
   const T* x = static_cast<const T*>(plane.update) + token * plane.update_token_stride;
-  for (int64_t head = 0; head < append.num_kv_heads; ++head) {
-    const T* head_x = x + head * plane.update_head_stride;
-    const int64_t to = offset + head * plane.cache_head_stride;
-    if (!append.quantizes()) {
-      norm_and_rotate(problem, problem.k_norm, cosines, head_x, RoundedRow<T>{static_cast<T*>(plane.cache) + to});
-    } else if (append.cache_dtype == DType::kI8) {
-      norm_and_rotate(problem, problem.k_norm, cosines, head_x,
-                      QuantizedRow<T, int8_t>{static_cast<int8_t*>(plane.cache) + to, kv_cache_scale(plane, head)});
-    } else {
-      norm_and_rotate(problem, problem.k_norm, cosines, head_x,
-                      QuantizedRow<T, F8E4M3>{static_cast<F8E4M3*>(plane.cache) + to, kv_cache_scale(plane, head)});
-    }
-  }
+  for_each_head(problem, norm, x, plane.update_head_stride, append.num_kv_heads,
+                [&](int64_t head, const T* head_x, float factor) {
+                  const int64_t to = offset + head * plane.cache_head_stride;
+                  const float scale = kv_cache_scale(plane, head);
+                  if (!append.quantizes()) {
+                    norm_and_rotate(problem, norm, factor, cosines, head_x,
+                                    RoundedRow<T>{static_cast<T*>(plane.cache) + to});
+                  } else if (append.cache_dtype == DType::kI8) {
+                    norm_and_rotate(problem, norm, factor, cosines, head_x,
+                                    QuantizedRow<T, int8_t>{static_cast<int8_t*>(plane.cache) + to, scale});
+                  } else {
+                    norm_and_rotate(problem, norm, factor, cosines, head_x,
+                                    QuantizedRow<T, F8E4M3>{static_cast<F8E4M3*>(plane.cache) + to, scale});
+                  }
+                });
 }
 
 /// Tokens of one run; those without a slot cut it into pieces whose values are stored together.
