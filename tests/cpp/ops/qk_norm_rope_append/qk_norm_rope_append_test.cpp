@@ -278,6 +278,12 @@ TEST(QkNormRopeAppend_Cpu, WithNorm_StaysWithinBound) {
   }
 }
 
+TEST(QkNormRopeAppend_Cpu, WithNorm_StaysWithinBound_MoreHeadsThanAreNormedAtOnce) {
+  for (AppendCase c : all_forms({.cache = {.num_kv_heads = 17}, .num_query_heads = 34, .has_norm = true})) {
+    for (const std::string_view kernel : kKernels) expect_within_bound(c, kernel, 5900);
+  }
+}
+
 TEST(QkNormRopeAppend_Cpu, WithNorm_TokenHasTheSameBits_AloneAndInABatch) {
   for (const DType cache_dtype : {DType::kBF16, DType::kI8}) {
     AppendCase c{.cache = {.page_size = 4, .head_dim = 72}, .rotary_dim = 44, .has_norm = true};
