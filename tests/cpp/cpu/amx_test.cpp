@@ -1,5 +1,6 @@
 // The AMX wrappers against their documented order of sums, and the split of f32 numbers into bf16 pieces.
 #include "polyop/cpu/amx.h"
+#if POLYOP_AMX
 
 #include "polyop/cpu/avx512_target.h"
 //
@@ -44,7 +45,6 @@ float widen(uint16_t bits) {
   return number.to_float();
 }
 
-#if POLYOP_AMX
 TEST(Amx, ProductsSumInTheDocumentedOrder) {
   if (!has_amx_bf16()) GTEST_SKIP() << kNoAmx;
   std::mt19937 random(1);
@@ -119,7 +119,6 @@ TEST(Amx, ByteProductsOfOtherShapesAreExact) {
     }
   }
 }
-#endif
 
 TEST(Bf16Pieces, SumsAreExactForThree) {
   if (!has_amx_bf16()) GTEST_SKIP() << kNoAmx;
@@ -169,3 +168,5 @@ TEST(Bf16Pieces, OneIsRoundedToNearest) {
 
 }  // namespace
 }  // namespace polyop::cpu
+
+#endif  // POLYOP_AMX

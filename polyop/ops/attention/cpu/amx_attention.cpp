@@ -16,9 +16,11 @@
 // Limits    softmax without dense mask or quantized weights; machines with AMX-BF16. f16 and f32 keys would need two
 //           and three pieces, which cost more than the tiles save: flash_attention takes them
 #include "polyop/cpu/amx.h"
+#if POLYOP_AMX
 #include "polyop/cpu/avx512_target.h"
 //
 #include <hwy/highway.h>
+#endif
 
 #include <algorithm>
 #include <limits>
