@@ -109,7 +109,8 @@ template <int kRows, int kVecs>
 struct GroupSums {
   VF sum[kRows][2 * kVecs];
 
-  HWY_INLINE void clear() {
+  // Written out, because GCC makes an implicit constructor without the target's instructions.
+  HWY_INLINE GroupSums() {
     unroll<kRows>([&](auto row) POLYOP_INLINE_LAMBDA {
       unroll<2 * kVecs>([&](auto vec) POLYOP_INLINE_LAMBDA { sum[row][vec] = hn::Zero(DF()); });
     });
@@ -136,7 +137,6 @@ HWY_INLINE void add_packed_group(const uint32_t* HWY_RESTRICT words, int64_t ste
   const DF df;
   const VF table = weight_table();
   GroupSums<kRows, kVecs> sums;
-  sums.clear();
   for (int64_t step = 0; step < steps; ++step) {
     VU packed[kVecs];
     unroll<kVecs>([&](auto v) POLYOP_INLINE_LAMBDA {
@@ -185,7 +185,6 @@ HWY_INLINE void add_widened_group(const float* HWY_RESTRICT panel, int64_t steps
                                   const float* HWY_RESTRICT scales, float* HWY_RESTRICT totals, int64_t totals_stride) {
   const DF df;
   GroupSums<kRows, kVecs> sums;
-  sums.clear();
   for (int64_t step = 0; step < steps; ++step) {
     unroll<4>([&](auto i) POLYOP_INLINE_LAMBDA {
       VF weights[2 * kVecs];
