@@ -217,7 +217,7 @@ def qk_norm_rope_append(
 ) -> Tensor:
     """RMS norm of each query and key head (optional), rotary embedding of both, and the append of keys and values
     to a paged or linear cache, in one call. Every other element of the cache keeps its bits. A token without a
-    slot (position_ids -1, or a row from update_offsets[B] on) is left out before anything of it is read.
+    slot (position_ids -1, or a row from update_offsets[B] on) is left out: nothing that it points to is read.
 
     Operands:
       q: [T, Hq, D]; f32, f16, bf16
@@ -226,9 +226,9 @@ def qk_norm_rope_append(
           keys before norm and rotation; left as they are
       v: [T, Hkv, D]; as q
           values
-      k_cache: [P, R, Hkv, D] (cache_form = paged) or [B, Hkv, Lmax, D] (cache_form = linear); f32, f16, bf16,
-          f8e4m3, i8 (written in place)
-          key cache: pages, or one row of positions a sequence; of q's dtype, f8e4m3 or i8
+      k_cache: [P, R, Hkv, D] (cache_form = paged) or [B, Hkv, Lmax, D] (cache_form = linear); f8e4m3, i8, as q
+          (written in place)
+          key cache: pages, or one row of positions a sequence
       v_cache: [P, R, Hkv, D] (cache_form = paged) or [B, Hkv, Lmax, D] (cache_form = linear); as k_cache
           (written in place)
           value cache
