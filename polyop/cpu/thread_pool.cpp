@@ -22,8 +22,11 @@ constexpr int kSpinPauses = 3000;
 
 thread_local bool inside_task = false;
 
-// Threads do not survive fork(): a child runs everything on the caller.
-std::atomic<bool> forked_child{false};
+// Forks between the process that loaded the library and this one. Threads do not survive them, neither a pool's workers
+// nor an OpenMP team that anybody used before.
+std::atomic<int> forks{0};
+[[maybe_unused]] const int registered =
+    pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
 
 // The pause matters most where two processors are one core's hyperthreads, as in many virtual machines: a loop without
 // it takes execution slots from the caller that works. (docs/performance_cpu.md has the measurement.)
@@ -56,6 +59,7 @@ ThreadPool& ThreadPool::shared() {
 ThreadPool::OpenMp ThreadPool::find_openmp() {
   const char* setting = std::getenv("POLYOP_OPENMP");
   if (setting != nullptr && std::string_view(setting) == "0") return {};
+  if (forks.load(std::memory_order_relaxed) > 0) return {};
   OpenMp found;
   found.parallel = reinterpret_cast<decltype(found.parallel)>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
   found.in_parallel = reinterpret_cast<decltype(found.in_parallel)>(dlsym(RTLD_DEFAULT, "omp_in_parallel"));
@@ -63,17 +67,18 @@ ThreadPool::OpenMp ThreadPool::find_openmp() {
 }
 
 ThreadPool::ThreadPool(int num_threads, Threads threads)
-    : openmp_(threads == Threads::kOwn ? OpenMp{} : find_openmp()), num_threads_(std::max(1, num_threads)) {
-  // Once a process, before the first worker exists.
-  [[maybe_unused]] static const int registered =
-      pthread_atfork(nullptr, nullptr, [] { forked_child.store(true, std::memory_order_relaxed); });
+    : openmp_(threads == Threads::kOwn ? OpenMp{} : find_openmp()),
+      forks_before_(forks.load(std::memory_order_relaxed)),
+      num_threads_(std::max(1, num_threads)) {
   start_workers();
 }
+
+bool ThreadPool::has_lost_its_threads() const { return forks.load(std::memory_order_relaxed) != forks_before_; }
 
 ThreadPool::~ThreadPool() { stop_workers(); }
 
 void ThreadPool::set_num_threads(int num_threads) {
-  if (forked_child.load(std::memory_order_relaxed)) {  // a thread that is gone may hold the lock
+  if (has_lost_its_threads()) {  // one that is gone may hold the lock
     num_threads_ = std::max(1, num_threads);
     return;
   }
@@ -85,7 +90,6 @@ void ThreadPool::set_num_threads(int num_threads) {
 
 void ThreadPool::start_workers() {
   if (uses_openmp()) return;
-  if (forked_child.load(std::memory_order_relaxed)) return;  // they would never be given a task
   stopping_.store(false);
   for (int thread = 1; thread < num_threads_; ++thread) {
     workers_.emplace_back([this, thread] { worker_main(thread); });
@@ -93,7 +97,7 @@ void ThreadPool::start_workers() {
 }
 
 void ThreadPool::stop_workers() {
-  if (forked_child.load(std::memory_order_relaxed)) {
+  if (has_lost_its_threads()) {
     for (std::thread& worker : workers_) worker.detach();
   }
   stopping_.store(true);
@@ -156,18 +160,19 @@ void ThreadPool::run_job(uint32_t num_tasks) {
       }
     };
     openmp_.parallel(team_member, this, static_cast<unsigned>(num_threads_.load()), 0);
-    return;  // the team has met at the end of its region
+  } else {
+    job_number_.notify_all();
+    while (claim(job, 0)) {
+    }
   }
-  job_number_.notify_all();
-  while (claim(job, 0)) {
-  }
+  // An OpenMP team has met at the end of its region, but this load is what makes its writes visible by C++'s own rules.
   while (done_.load(std::memory_order_acquire) != num_tasks) spin_pause();
 }
 
 void ThreadPool::run(int64_t num_tasks, TaskFn fn, void* context) {
   if (num_tasks <= 0) return;
-  const bool alone = num_tasks == 1 || num_threads_ == 1 || inside_task ||
-                     forked_child.load(std::memory_order_relaxed) || (uses_openmp() && openmp_.in_parallel() != 0);
+  const bool alone = num_tasks == 1 || num_threads_ == 1 || inside_task || has_lost_its_threads() ||
+                     (uses_openmp() && openmp_.in_parallel() != 0);
   if (alone || !job_mutex_.try_lock()) {
     for (int64_t task = 0; task < num_tasks; ++task) fn(context, task, 0);
     return;

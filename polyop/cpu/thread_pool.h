@@ -13,11 +13,11 @@ namespace polyop::cpu {
 
 /// Runs numbered tasks on a fixed number of threads. Tasks are claimed in ascending order, so put the longest first.
 /// Which thread runs a task is not fixed: results must not depend on it. A call from inside a task, from a second
-/// thread while the pool is busy, or in a forked child runs its tasks on the caller alone.
+/// thread while the pool is busy, or in a forked child that inherited the pool runs its tasks on the caller alone.
 ///
 /// In a process with an OpenMP runtime (PyTorch brings one) the threads are those of its team: a worker that has just
 /// left a loop of torch spins for milliseconds, and workers of our own would share its processor. Elsewhere, and with
-/// POLYOP_OPENMP=0, the pool has its own workers.
+/// POLYOP_OPENMP=0 or made after a fork, the pool has its own workers.
 class ThreadPool {
  public:
   enum class Threads : uint8_t { kOwn, kOpenMpIfLoaded };
@@ -37,7 +37,8 @@ class ThreadPool {
   /// Whether the threads are those of an OpenMP runtime.
   [[nodiscard]] bool uses_openmp() const { return openmp_.parallel != nullptr; }
 
-  /// Changes the number of threads (at least 1). Waits for a running job, so not for use inside a task.
+  /// Changes the number of threads (at least 1). Waits for a running job, so not for use inside a task. Not while a
+  /// kernel runs in another thread either: kernels cut their scratch for the number that they have read.
   void set_num_threads(int num_threads);
 
   /// Calls fn(task, thread) for each task in [0, num_tasks), thread in [0, num_threads()); returns when all are done.
@@ -66,8 +67,10 @@ class ThreadPool {
   void stop_workers();
   void worker_main(int thread);
   bool claim(uint32_t job, int thread);
+  [[nodiscard]] bool has_lost_its_threads() const;
 
   OpenMp openmp_;
+  int forks_before_;  // the pool was made
   std::atomic<int> num_threads_{1};
   std::vector<std::thread> workers_;
   std::mutex job_mutex_;  // held by the caller whose job runs

@@ -9,7 +9,9 @@
 #include <tvm/ffi/string.h>
 
 #include <array>
+#include <mutex>
 #include <optional>
+#include <shared_mutex>
 #include <string>
 #include <vector>
 
@@ -182,6 +184,12 @@ struct CallArguments {
   }
 };
 
+/// Held shared by CPU calls, exclusively by set_num_threads: a kernel cuts its scratch for the number of threads.
+std::shared_mutex& num_threads_mutex() {
+  static std::shared_mutex mutex;
+  return mutex;
+}
+
 Stream current_stream(Device device) {
   if (device.type == DeviceType::kCpu) return {};
   return {TVMFFIEnvGetStream(kDLCUDA, device.index)};
@@ -199,6 +207,7 @@ void call_packed(const Operator& op, ffi::PackedArgs args, std::string_view kern
   if (call.device.type == DeviceType::kCuda) {
     throw_if_error(run_on_cuda(op, call, stream, kernel));
   } else {
+    const std::shared_lock lock(num_threads_mutex());
     throw_if_error(op.run(call, HostWorkspaces::of_this_thread(), stream, kernel));
   }
 }
@@ -337,6 +346,7 @@ void register_operators() {
           throw_if_error(
               invalid_argument("set_num_threads: got " + std::to_string(num_threads) + ", wanted 1 to 4096"));
         }
+        const std::unique_lock lock(num_threads_mutex());
         cpu::ThreadPool::shared().set_num_threads(static_cast<int>(num_threads));
       });
 }
