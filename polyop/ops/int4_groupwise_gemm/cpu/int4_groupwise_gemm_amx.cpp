@@ -39,99 +39,13 @@
 //
 #include "polyop/cpu/thread_pool.h"
 #include "polyop/ops/int4_groupwise_gemm/cpu/int4_groupwise_gemm_amx_plan.h"
+#include "polyop/ops/int4_groupwise_gemm/cpu/int4_groupwise_gemm_amx_pass-inl.h"
 #include "polyop/ops/int4_groupwise_gemm/cpu/int4_groupwise_gemm_amx_tiles-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace polyop::cpu {
 namespace HWY_NAMESPACE {
 namespace {
-
-struct AmxPass {
-  const Int4GroupwiseGemmProblem& problem;
-  const AmxPlan& plan;
-  const AmxWorkspace& workspace;
-  int64_t first_row;  // in the problem
-
-  // Words of `unit` at fragment block `block`.
-  [[nodiscard]] const uint32_t* words(int64_t unit, int64_t block) const {
-    return unit_words(problem.qweight, plan.depth_blocks, unit, block * (kFragmentDepth / 16));
-  }
-
-  // First column of a unit's lower or upper tile.
-  static int64_t tile_column(int64_t unit, int64_t half) {
-    return unit / kUnitsPerBlock * kFragmentColumns + column_in_block(unit) + half * 32;
-  }
-
-  // Scales of groups [first_group, end_group) for the tiles of units [first_unit, end_unit): [groups, tiles, 16].
-  void load_scales(int64_t first_unit, int64_t end_unit, int64_t first_group, int64_t end_group, float* scales) const {
-    with_float_type(problem.scales_dtype, [&]<class S> {
-      const S* row = static_cast<const S*>(problem.scales) + first_group * problem.scales_row_stride;
-      for (int64_t group = first_group; group < end_group; ++group) {
-        for (int64_t unit = first_unit; unit < end_unit; ++unit) {
-          for (int64_t half = 0; half < 2; ++half) {
-            hn::Store(load_tile_scales(row, tile_column(unit, half), problem.n), DF16(), scales);
-            scales += kAmxVectorFloats;
-          }
-        }
-        row += problem.scales_row_stride;
-      }
-    });
-  }
-
-  // Stores totals [tiles, totals_rows, 16] of the units for all rows of the pass.
-  void store(int64_t first_unit, int64_t end_unit, const float* totals, int64_t totals_rows) const {
-    with_float_type(problem.x_dtype, [&]<class T> {
-      for (int64_t row = 0; row < plan.rows; ++row) {
-        T* out = static_cast<T*>(problem.out) + problem.out_rows.offset(first_row + row);
-        for (int64_t tile = 0; tile < 2 * (end_unit - first_unit); ++tile) {
-          const int64_t column = tile_column(first_unit + tile / 2, tile % 2);
-          const int64_t valid = problem.n - column;
-          if (valid > 0) store_tile_row(totals + (tile * totals_rows + row) * kAmxVectorFloats, out + column, valid);
-        }
-      }
-    });
-  }
-
-  // Digits and factors of row `row` of the pass.
-  void pack(int64_t row) const {
-    DigitRow to;
-    if (plan.few) {
-      to = {.row = workspace.left + row * plan.digits * plan.segment_depth,
-            .segment_stride = plan.left_tile_bytes(),
-            .slot_stride = plan.rows * plan.digits * plan.segment_depth,
-            .digit_stride = plan.segment_depth,
-            .half_stride = 2 * plan.segment_depth};
-    } else {
-      const int64_t in_tile = row % kAmxRows;
-      to = with_tile_rows(plan.rows - (row - in_tile),
-                          [&]<int kRows> { return digits_of_row<kRows>(left_of_rows(row - in_tile), in_tile, plan); });
-    }
-    with_float_type(problem.x_dtype, [&]<class T> {
-      const T* x = static_cast<const T*>(problem.x) + problem.x_rows.offset(first_row + row);
-      constexpr int kDigits = std::is_same_v<T, float> ? 4 : 3;
-      const auto pack_as = plan.few ? pack_row<kDigits, true, T> : pack_row<kDigits, false, T>;
-      workspace.row_is_taken[row] = pack_as(x, problem.k, problem.group_size, plan, to, workspace.factors + row);
-    });
-  }
-
-  // Many rows: the digits of the 16 rows from `row` on.
-  [[nodiscard]] int8_t* left_of_rows(int64_t row) const {
-    return workspace.left + row / kAmxRows * plan.segments * plan.digits * plan.left_tile_bytes();
-  }
-
-  // Tiles 0 and 1 are sums, 4 and 5 left, 6 right, 7 right (few rows) or left.
-  [[nodiscard]] AmxShapes tile_shapes() const {
-    const int64_t left_bytes = plan.left_tile_bytes() / kAmxRows;
-    AmxShapes shapes;
-    for (const int left : {4, 5, 7}) shapes.row_bytes[left] = static_cast<uint16_t>(left_bytes);
-    shapes.rows[6] = static_cast<uint8_t>(left_bytes / 4);
-    if (plan.few) {
-      shapes.row_bytes[7] = kAmxRowBytes;
-      shapes.rows[7] = shapes.rows[6];
-    }
-    return shapes;
-  }
-};
 
 // ---- few rows -------------------------------------------------------------------------------------------------------
 
@@ -274,39 +188,45 @@ void run_few_units(const AmxPass& pass, int64_t first_unit, int64_t end_unit, co
 
 template <int kDigits>
 void run_many_units(const AmxPass& pass, int64_t first_unit, int64_t end_unit, const AmxWorkspace::Thread& scratch) {
-  const AmxPlan& plan = pass.plan;
-  const int64_t tiles_of_columns = 2 * (end_unit - first_unit);
-  std::fill_n(scratch.totals, tiles_of_columns * plan.tile_rows * kAmxVectorFloats, 0.0f);
   constexpr int64_t kTileBytes = kAmxSpanBlocks * kAmxBf16BlockBytes;
+  const AmxPlan& plan = pass.plan;
+  const int64_t num_tiles = 2 * (end_unit - first_unit);
+  const int64_t segment_bytes = plan.digits * plan.left_tile_bytes();
+  // Many rows read x once for all units of the task; with few, weights had better be in L1 when they are multiplied.
+  const int64_t widen_units = plan.tile_rows > 2 * kAmxRows ? end_unit - first_unit : 1;
+  std::fill_n(scratch.totals, num_tiles * plan.tile_rows * kAmxVectorFloats, 0.0f);
   const AmxTiles tiles(pass.tile_shapes());
+  const auto widen = [&](const AmxSpan& span, int64_t unit, int8_t* low) {
+    for (int64_t block = span.first_block; block < span.end_block; ++block, low += kAmxBf16BlockBytes) {
+      widen_block_bf16(pass.words(unit, block), low, low + kTileBytes);
+    }
+  };
+  // For the columns of tile `tile` of the task, whose weights lie at `right`, and up to 16 rows from `row` on.
+  const auto add_tile = [&](const AmxSpan& span, int64_t tile, const int8_t* right, int64_t row) {
+    const TileGroups groups{
+        .left = pass.left_of_rows(row) + span.first_segment * segment_bytes,
+        .right = right + (span.first_segment * plan.segment_depth - span.first_block * kFragmentDepth) * 32,
+        .segment_depth = plan.segment_depth,
+        .segment_bytes = segment_bytes,
+        .groups = span.end_group - span.first_group,
+        .group_segments = plan.span_segments / plan.span_groups,
+        .segments = span.end_segment - span.first_segment,
+        .scales = scratch.scales + tile * kAmxVectorFloats,
+        .scales_stride = num_tiles * kAmxVectorFloats};
+    float* totals = scratch.totals + (tile * plan.tile_rows + row) * kAmxVectorFloats;
+    with_tile_rows(plan.rows - row, [&]<int kRows> {
+      add_tile_groups<kDigits, kRows>(groups, reinterpret_cast<float*>(scratch.sums), totals);
+    });
+  };
   for (int64_t index = 0; index < plan.spans(); ++index) {
     const AmxSpan span(plan, index);
-    for (int64_t unit = first_unit; unit < end_unit; ++unit) {
-      int8_t* low = scratch.blocks + 2 * (unit - first_unit) * kTileBytes;
-      for (int64_t block = span.first_block; block < span.end_block; ++block) {
-        int8_t* at = low + (block - span.first_block) * kAmxBf16BlockBytes;
-        widen_block_bf16(pass.words(unit, block), at, at + kTileBytes);
-      }
-    }
     pass.load_scales(first_unit, end_unit, span.first_group, span.end_group, scratch.scales);
-    const int64_t segment_bytes = plan.digits * plan.left_tile_bytes();
-    for (int64_t row = 0; row < plan.rows; row += kAmxRows) {
-      for (int64_t tile = 0; tile < tiles_of_columns; ++tile) {
-        const TileGroups groups{
-            .left = pass.left_of_rows(row) + span.first_segment * segment_bytes,
-            .right = scratch.blocks + tile * kTileBytes +
-                     (span.first_segment * plan.segment_depth - span.first_block * kFragmentDepth) * 32,
-            .segment_depth = plan.segment_depth,
-            .segment_bytes = segment_bytes,
-            .groups = span.end_group - span.first_group,
-            .group_segments = plan.span_segments / plan.span_groups,
-            .segments = span.end_segment - span.first_segment,
-            .scales = scratch.scales + tile * kAmxVectorFloats,
-            .scales_stride = tiles_of_columns * kAmxVectorFloats};
-        float* totals = scratch.totals + (tile * plan.tile_rows + row) * kAmxVectorFloats;
-        with_tile_rows(plan.rows - row, [&]<int kRows> {
-          add_tile_groups<kDigits, kRows>(groups, reinterpret_cast<float*>(scratch.sums), totals);
-        });
+    for (int64_t unit = first_unit; unit < end_unit; unit += widen_units) {
+      for (int64_t i = 0; i < widen_units; ++i) widen(span, unit + i, scratch.blocks + 2 * i * kTileBytes);
+      for (int64_t row = 0; row < plan.rows; row += kAmxRows) {
+        for (int64_t i = 0; i < 2 * widen_units; ++i) {
+          add_tile(span, 2 * (unit - first_unit) + i, scratch.blocks + i * kTileBytes, row);
+        }
       }
     }
   }
