@@ -1,4 +1,4 @@
-"""int4_groupwise_gemm against torch's own 4-bit product for CPUs (bf16) and, in the last column, its f32 matmul."""
+"""int4_groupwise_gemm, x in f32 and bf16, against torch's 4-bit product for CPUs (bf16) and its f32 and bf16 matmul."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shapes_file import describe, read_shapes
 
 import polyop
 
-rows, f32_rows = [], []
+tables: dict[str, list[Row]] = {}
 for case in read_shapes("int4_groupwise_gemm"):
     m, n, k, group = case["M"], case["N"], case["K"], case["group"]
     values = torch.randint(16, (n, k), dtype=torch.uint8)
@@ -23,19 +23,32 @@ for case in read_shapes("int4_groupwise_gemm"):
         torch.stack((scales.float(), torch.zeros_like(scales.float())), dim=-1).to(torch.bfloat16).contiguous()
     )
 
+    dense16 = weight.to(torch.bfloat16)
+
     def ours(x=x, packed=packed, scales=scales, group=group):
         return polyop.ops.int4_groupwise_gemm(x, packed, scales, group_size=group)
 
     def peer(x=bits16, packed=peer_packed, scales=scale_and_zero, group=group):
         return torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, group, scales)
 
+    def ours_bf16(x=bits16, packed=packed, scales=scales, group=group):
+        return polyop.ops.int4_groupwise_gemm(x, packed, scales, group_size=group)
+
     def matmul(x=x, weight=weight):
         return x @ weight.T
 
+    def matmul_bf16(x=bits16, weight=dense16):
+        return x @ weight.T
+
     require_close("int4_groupwise_gemm", ours(), matmul(), 1e-5)
-    seconds = time_in_turns({"ours": ours, "torch int4": peer, "torch f32": matmul})
-    moved = packed.numel() + scales.numel() * 2 + (m * k + m * n) * 4
-    rows.append(Row(describe(case), seconds["ours"], seconds["torch int4"], bytes_moved=moved, flops=2 * m * n * k))
-    f32_rows.append(Row(describe(case), seconds["ours"], seconds["torch f32"], flops=2 * m * n * k))
-print_rows("int4_groupwise_gemm, x f32", "torch int4 bf16", rows)
-print_rows("int4_groupwise_gemm, x f32", "torch f32 matmul", f32_rows)
+    functions = {"x f32": ours, "x bf16": ours_bf16, "torch int4 bf16": peer}
+    functions |= {"torch f32 matmul": matmul, "torch bf16 matmul": matmul_bf16}
+    seconds = time_in_turns(functions)
+    for mine, size in (("x f32", 4), ("x bf16", 2)):
+        moved = packed.numel() + scales.numel() * 2 + (m * k + m * n) * size
+        for theirs in list(functions)[2:]:
+            row = Row(describe(case), seconds[mine], seconds[theirs], bytes_moved=moved, flops=2 * m * n * k)
+            tables.setdefault(f"{mine} · {theirs}", []).append(row)
+for title, rows in tables.items():
+    mine, theirs = title.split(" · ")
+    print_rows(f"int4_groupwise_gemm, {mine}", theirs, rows)

@@ -29,6 +29,7 @@
 // Numerics  error bound in README.md; deterministic. Rows with infinities, NaN or numbers of 2^100 are left to the SIMD
 //           kernel.
 // Limits    Kg a multiple of 16, at most 256; any N, K, M; AMX-INT8 and AMX-BF16 with AVX-512 · See ../README.md
+#include <atomic>
 #include <string>
 
 #include "polyop/cpu/amx.h"
@@ -38,8 +39,8 @@
 #include "polyop/cpu/avx512_target.h"
 //
 #include "polyop/cpu/thread_pool.h"
-#include "polyop/ops/int4_groupwise_gemm/cpu/int4_groupwise_gemm_amx_plan.h"
 #include "polyop/ops/int4_groupwise_gemm/cpu/int4_groupwise_gemm_amx_pass-inl.h"
+#include "polyop/ops/int4_groupwise_gemm/cpu/int4_groupwise_gemm_amx_plan.h"
 #include "polyop/ops/int4_groupwise_gemm/cpu/int4_groupwise_gemm_amx_tiles-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -102,45 +103,43 @@ HWY_INLINE void multiply_few(const AmxPlan& plan, const FewItem& item, const int
   }
 }
 
-// The sums [2, 16, 16] of a unit and a span into the unit's totals [2, rows, 16].
-template <int kDigits, class S>
-void scale_few(const AmxPass& pass, const AmxSpan& span, int64_t unit, const int32_t* HWY_RESTRICT sums,
-               float* HWY_RESTRICT totals) {
+// The sums [2, 16, 16] of a unit and a span into the unit's totals [2, kRows, 16].
+template <int kDigits, int kRows, class S>
+HWY_INLINE void scale_few(const AmxPass& pass, const AmxSpan& span, int64_t unit, const int32_t* HWY_RESTRICT sums,
+                          float* HWY_RESTRICT totals) {
   const DF16 df;
-  const AmxPlan& plan = pass.plan;
-  const int64_t slots = span.end_group - span.first_group;
+  const int64_t stride = pass.problem.scales_row_stride;
+  const S* scales = static_cast<const S*>(pass.problem.scales) + span.first_group * stride;
   for (int64_t half = 0; half < 2; ++half) {
-    HWY_ALIGN float scales[kAmxFewSlots * kAmxVectorFloats];
-    const S* row_of_scales =
-        static_cast<const S*>(pass.problem.scales) + span.first_group * pass.problem.scales_row_stride;
-    for (int64_t slot = 0; slot < slots; ++slot) {
-      hn::Store(load_tile_scales(row_of_scales, AmxPass::tile_column(unit, half), pass.problem.n), df,
-                scales + slot * kAmxVectorFloats);
-      row_of_scales += pass.problem.scales_row_stride;
-    }
-    for (int64_t row = 0; row < plan.rows; ++row) {
-      const float* factor = pass.workspace.factors + span.first_group * plan.tile_rows + row;
-      const int32_t* sums_of_row = sums + row * kDigits * kAmxVectorFloats;
-      VF16 total = hn::Load(df, totals);
-      for (int64_t slot = 0; slot < slots; ++slot) {
-        total = hn::MulAdd(join_digits<kDigits>(sums_of_row, *factor), hn::Load(df, scales + slot * kAmxVectorFloats),
-                           total);
-        factor += plan.tile_rows;
-        sums_of_row += plan.rows * kDigits * kAmxVectorFloats;
+    const int64_t column = AmxPass::tile_column(unit, half);
+    VF16 total[kRows];
+#pragma GCC unroll 2
+    for (int row = 0; row < kRows; ++row) total[row] = hn::Load(df, totals + row * kAmxVectorFloats);
+    const int32_t* of_group = sums;
+    const S* scales_of_group = scales;
+    const float* factors = pass.workspace.factors + span.first_group * kAmxRows;
+    for (int64_t group = span.first_group; group < span.end_group; ++group) {
+      const VF16 scale = load_tile_scales(scales_of_group, column, pass.problem.n);
+#pragma GCC unroll 2
+      for (int row = 0; row < kRows; ++row) {
+        total[row] = hn::MulAdd(join_digits<kDigits>(of_group, factors[row]), scale, total[row]);
+        of_group += kDigits * kAmxVectorFloats;
       }
-      hn::Store(total, df, totals);
-      totals += kAmxVectorFloats;
+      scales_of_group += stride;
+      factors += kAmxRows;
     }
+#pragma GCC unroll 2
+    for (int row = 0; row < kRows; ++row) hn::Store(total[row], df, totals + row * kAmxVectorFloats);
+    totals += kRows * kAmxVectorFloats;
     sums += kAmxSumBytes / 4;
   }
 }
 
-template <int kDigits, class S>
+template <int kDigits, int kRows, class S>
 void run_few_units(const AmxPass& pass, int64_t first_unit, int64_t end_unit, const AmxWorkspace::Thread& scratch) {
   const AmxPlan& plan = pass.plan;
-  const int64_t unit_totals = 2 * plan.rows * kAmxVectorFloats;
+  constexpr int64_t unit_totals = 2 * kRows * kAmxVectorFloats;
   std::fill_n(scratch.totals, (end_unit - first_unit) * unit_totals, 0.0f);
-  const AmxTiles tiles(pass.tile_shapes());
   const int64_t spans = plan.spans();
   // A tile must not be loaded while its rows are on their way to memory: weights are widened kItemsAhead items before
   // they are multiplied, and sums are scaled when those of the next unit are ready to be stored.
@@ -162,7 +161,7 @@ void run_few_units(const AmxPass& pass, int64_t first_unit, int64_t end_unit, co
   const auto scale_stored = [&] {
     if (stored_unit < 0) return;
     float* totals = scratch.totals + (stored_unit - first_unit) * unit_totals;
-    scale_few<kDigits, S>(pass, stored_span, stored_unit, scratch.sums, totals);
+    scale_few<kDigits, kRows, S>(pass, stored_span, stored_unit, scratch.sums, totals);
   };
   for (int64_t index = 0; item.span_index < spans; ++index) {
     if (item.block == item.span.first_block) {
@@ -195,7 +194,6 @@ void run_many_units(const AmxPass& pass, int64_t first_unit, int64_t end_unit, c
   // Many rows read x once for all units of the task; with few, weights had better be in L1 when they are multiplied.
   const int64_t widen_units = plan.tile_rows > 2 * kAmxRows ? end_unit - first_unit : 1;
   std::fill_n(scratch.totals, num_tiles * plan.tile_rows * kAmxVectorFloats, 0.0f);
-  const AmxTiles tiles(pass.tile_shapes());
   const auto widen = [&](const AmxSpan& span, int64_t unit, int8_t* low) {
     for (int64_t block = span.first_block; block < span.end_block; ++block, low += kAmxBf16BlockBytes) {
       widen_block_bf16(pass.words(unit, block), low, low + kTileBytes);
@@ -251,13 +249,24 @@ void run_pass(const AmxPass& pass) {
   }
   auto run_units = plan.digits == 4 ? run_many_units<4> : run_many_units<3>;
   if (plan.few) {
-    with_float_type(pass.problem.scales_dtype,
-                    [&]<class S> { run_units = plan.digits == 4 ? run_few_units<4, S> : run_few_units<3, S>; });
+    with_float_type(pass.problem.scales_dtype, [&]<class S> {
+      if (plan.rows == 1) {
+        run_units = plan.digits == 4 ? run_few_units<4, 1, S> : run_few_units<3, 1, S>;
+      } else {
+        run_units = plan.digits == 4 ? run_few_units<4, 2, S> : run_few_units<3, 2, S>;
+      }
+    });
   }
+  // Each thread takes units until none is left, and sets up its tiles once: that costs as much as some ten products.
+  std::atomic<int64_t> next_unit = 0;
   const int64_t task_units = units_per_task(plan.units, 1, pool.num_threads());
-  pool.parallel_for(ceil_div(plan.units, task_units), [&](int64_t task, int thread) {
-    const int64_t first = task * task_units;
-    run_units(pass, first, std::min(plan.units, first + task_units), pass.workspace.thread(thread));
+  pool.parallel_for(std::min<int64_t>(pool.num_threads(), ceil_div(plan.units, task_units)), [&](int64_t, int thread) {
+    const AmxTiles tiles(pass.tile_shapes());
+    while (true) {
+      const int64_t first = next_unit.fetch_add(task_units, std::memory_order_relaxed);
+      if (first >= plan.units) break;
+      run_units(pass, first, std::min(plan.units, first + task_units), pass.workspace.thread(thread));
+    }
   });
 }
 

@@ -1,4 +1,5 @@
-// x as digits of integers, for the AMX kernel of int4_groupwise_gemm; int4_groupwise_gemm_amx.cpp derives the arithmetic.
+// x as digits of integers, for the AMX kernel of int4_groupwise_gemm; int4_groupwise_gemm_amx.cpp derives the
+// arithmetic.
 //
 // Included once per SIMD target.
 #if defined(POLYOP_INT4_GROUPWISE_GEMM_AMX_DIGITS_INL_H_) == defined(HWY_TARGET_TOGGLE)

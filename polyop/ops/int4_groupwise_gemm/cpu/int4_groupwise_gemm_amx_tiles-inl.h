@@ -34,7 +34,8 @@ inline constexpr int64_t kStepWordCount = 256;              // from one step of 
 inline constexpr int64_t kBlockWords = 4 * kStepWordCount;  // from one fragment block of a strip to the next
 inline constexpr int64_t kFetchAheadWords = 2 * kBlockWords;
 
-// ---- widened weights -------------------------------------------------------------------------------------------------
+// ---- widened weights
+// -------------------------------------------------------------------------------------------------
 
 // For each half of a unit: the start of the 8 bits whose upper four are the nibble of depths 2 p, 2 p + 1, 2 p + 8 and
 // 2 p + 9, from two words of 32 bits.
