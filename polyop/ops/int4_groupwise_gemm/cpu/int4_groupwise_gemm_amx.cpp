@@ -1,10 +1,9 @@
 // int4_groupwise_gemm_amx: weights of 4 bits times activations of 16 or 32 bits, as integers on AMX tiles.
-// Math      The x of a row and group become integers X = round(x 2^(b - e)), 2^e > max |x|, b = 26 (f32) or 20 (f16,
-// bf16),
-//           and those digits of 7 bits: X = U 2^14 + L with |L| <= 2^13 in two balanced digits, U in one or two. Tiles
-//           sum digit times weight over the group; the sums of L and of U are exact, as integers and as f32 numbers
-//           alike: 256 depths x 8 x 2^13 = 2^24. One rounding adds them, one FMA with the group's scale adds that to
-//           the total.
+// Math      The x of a row and group become integers X = round(x 2^(b - e)), 2^e > max |x|, b = 26 for f32, 20 for 16
+//           bits, and those digits of 7 bits: X = U 2^14 + L with |L| <= 2^13 in two balanced digits, U in one or two.
+//           Tiles sum digit times weight over the group; the sums of L and of U are exact, as integers and as f32
+//           numbers alike: 256 depths x 8 x 2^13 = 2^24. One rounding adds them (two if Kg <= 32: then one tile adds U
+//           and the digits of L one after the other), one FMA with the group's scale adds that to the total.
 // Shapes    x [M, K] · qweight [ceil(N/128) * ceil(K/64) * 8, 512] u8 · s [ceil(K/Kg), N] · out [M, N]
 // Layout    one word of a fragment row is one column (two, 32 apart) x depths {2p, 2p+1, 2p+8, 2p+9}, p = word % 4. A
 //           4 x 4 transposition of words gives each p its vector of 16 columns; then either VPMULTISHIFTQB picks bytes
@@ -23,8 +22,7 @@
 // Nothing
 //           past K of x, past N of s and out is touched.
 // Roofline  one row, 512 weights: 16 cycles to widen, 8 of product, 5 to join and scale; the SIMD kernel takes 60 in
-// all.
-//           Many rows, 16 x 16 x 32: 64 cycles of product (f32 x), about 60 to store, join and scale for each group.
+//           all. Many rows, 16 x 16 x 32: 64 cycles of product (f32 x), 16 stores and as many FMAs for each group.
 //           docs/performance_cpu.md has the rates.
 // Numerics  error bound in README.md; deterministic. Rows with infinities, NaN or numbers of 2^100 are left to the SIMD
 //           kernel.
@@ -104,7 +102,7 @@ HWY_INLINE void multiply_few(const AmxPlan& plan, const FewItem& item, const int
 }
 
 // The sums [2, 16, 16] of a unit and a span into the unit's totals [2, kRows, 16].
-template <int kDigits, int kRows, class S>
+template <int kDigits, int kRows, bool kChained, class S>
 HWY_INLINE void scale_few(const AmxPass& pass, const AmxSpan& span, int64_t unit, const int32_t* HWY_RESTRICT sums,
                           float* HWY_RESTRICT totals) {
   const DF16 df;
@@ -122,7 +120,7 @@ HWY_INLINE void scale_few(const AmxPass& pass, const AmxSpan& span, int64_t unit
       const VF16 scale = load_tile_scales(scales_of_group, column, pass.problem.n);
 #pragma GCC unroll 2
       for (int row = 0; row < kRows; ++row) {
-        total[row] = hn::MulAdd(join_digits<kDigits>(of_group, factors[row]), scale, total[row]);
+        total[row] = hn::MulAdd(join_digits<kDigits, kChained>(of_group, factors[row]), scale, total[row]);
         of_group += kDigits * kAmxVectorFloats;
       }
       scales_of_group += stride;
@@ -135,7 +133,7 @@ HWY_INLINE void scale_few(const AmxPass& pass, const AmxSpan& span, int64_t unit
   }
 }
 
-template <int kDigits, int kRows, class S>
+template <int kDigits, int kRows, bool kChained, class S>
 void run_few_units(const AmxPass& pass, int64_t first_unit, int64_t end_unit, const AmxWorkspace::Thread& scratch) {
   const AmxPlan& plan = pass.plan;
   constexpr int64_t unit_totals = 2 * kRows * kAmxVectorFloats;
@@ -161,7 +159,7 @@ void run_few_units(const AmxPass& pass, int64_t first_unit, int64_t end_unit, co
   const auto scale_stored = [&] {
     if (stored_unit < 0) return;
     float* totals = scratch.totals + (stored_unit - first_unit) * unit_totals;
-    scale_few<kDigits, kRows, S>(pass, stored_span, stored_unit, scratch.sums, totals);
+    scale_few<kDigits, kRows, kChained, S>(pass, stored_span, stored_unit, scratch.sums, totals);
   };
   for (int64_t index = 0; item.span_index < spans; ++index) {
     if (item.block == item.span.first_block) {
@@ -185,7 +183,7 @@ void run_few_units(const AmxPass& pass, int64_t first_unit, int64_t end_unit, co
 
 // ---- many rows ------------------------------------------------------------------------------------------------------
 
-template <int kDigits>
+template <int kDigits, bool kChained>
 void run_many_units(const AmxPass& pass, int64_t first_unit, int64_t end_unit, const AmxWorkspace::Thread& scratch) {
   constexpr int64_t kTileBytes = kAmxSpanBlocks * kAmxBf16BlockBytes;
   const AmxPlan& plan = pass.plan;
@@ -213,7 +211,7 @@ void run_many_units(const AmxPass& pass, int64_t first_unit, int64_t end_unit, c
         .scales_stride = num_tiles * kAmxVectorFloats};
     float* totals = scratch.totals + (tile * plan.tile_rows + row) * kAmxVectorFloats;
     with_tile_rows(plan.rows - row, [&]<int kRows> {
-      add_tile_groups<kDigits, kRows>(groups, reinterpret_cast<float*>(scratch.sums), totals);
+      add_tile_groups<kDigits, kRows, kChained>(groups, reinterpret_cast<float*>(scratch.sums), totals);
     });
   };
   for (int64_t index = 0; index < plan.spans(); ++index) {
@@ -233,6 +231,23 @@ void run_many_units(const AmxPass& pass, int64_t first_unit, int64_t end_unit, c
 
 // ---- the call -------------------------------------------------------------------------------------------------------
 
+using RunUnits = void (*)(const AmxPass&, int64_t, int64_t, const AmxWorkspace::Thread&);
+
+template <int kDigits>
+RunUnits run_units_for(const AmxPass& pass) {
+  const AmxPlan& plan = pass.plan;
+  if (!plan.few) return plan.chained ? run_many_units<kDigits, true> : run_many_units<kDigits, false>;
+  RunUnits run_units = nullptr;
+  with_float_type(pass.problem.scales_dtype, [&]<class S> {
+    if (plan.rows == 1) {
+      run_units = plan.chained ? run_few_units<kDigits, 1, true, S> : run_few_units<kDigits, 1, false, S>;
+    } else {
+      run_units = plan.chained ? run_few_units<kDigits, 2, true, S> : run_few_units<kDigits, 2, false, S>;
+    }
+  });
+  return run_units;
+}
+
 void run_pass(const AmxPass& pass) {
   const AmxPlan& plan = pass.plan;
   ThreadPool& pool = ThreadPool::shared();
@@ -247,16 +262,7 @@ void run_pass(const AmxPass& pass) {
       for (int64_t row = tile * kAmxRows; row < end; ++row) pass.pack(row);
     });
   }
-  auto run_units = plan.digits == 4 ? run_many_units<4> : run_many_units<3>;
-  if (plan.few) {
-    with_float_type(pass.problem.scales_dtype, [&]<class S> {
-      if (plan.rows == 1) {
-        run_units = plan.digits == 4 ? run_few_units<4, 1, S> : run_few_units<3, 1, S>;
-      } else {
-        run_units = plan.digits == 4 ? run_few_units<4, 2, S> : run_few_units<3, 2, S>;
-      }
-    });
-  }
+  const RunUnits run_units = plan.digits == 4 ? run_units_for<4>(pass) : run_units_for<3>(pass);
   // Each thread takes units until none is left, and sets up its tiles once: that costs as much as some ten products.
   std::atomic<int64_t> next_unit = 0;
   const int64_t task_units = units_per_task(plan.units, 1, pool.num_threads());

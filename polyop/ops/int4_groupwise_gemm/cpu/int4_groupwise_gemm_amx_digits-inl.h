@@ -16,6 +16,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "polyop/cpu/bf16_pieces-inl.h"
 #include "polyop/cpu/simd_convert-inl.h"
 #include "polyop/ops/int4_groupwise_gemm/cpu/int4_groupwise_gemm_amx_plan.h"
 
@@ -55,26 +56,25 @@ HWY_INLINE VF16 load_step(const T* HWY_RESTRICT x, int64_t depth, int64_t k) {
 template <int kDigits>
 inline constexpr int kIntegerBits = kDigits == 4 ? 26 : 20;
 
-// The lowest 7 bits of `number` as a digit of -64..63; returns the rest.
-HWY_INLINE VI16 take_digit(VI16 number, VI16* digit) {
-  const DI16 di;
-  const VI16 shifted = hn::Add(number, hn::Set(di, 64));
-  *digit = hn::Sub(hn::And(shifted, hn::Set(di, 127)), hn::Set(di, 64));
-  return hn::ShiftRight<7>(shifted);
+// The multiple of 2^exponent nearest to `number`, at most 2^22 of them: the sum has no bits below.
+HWY_INLINE VF16 round_to(VF16 number, int exponent) {
+  const DF16 df;
+  const VF16 shifter = hn::Set(df, 0x1.8p23f * power_of_two(exponent));
+  return hn::Sub(hn::Add(number, shifter), shifter);
 }
 
-// 16 integers as kDigits digits, least first: the lower 14 bits become two, balanced around zero, each with its sign;
-// so that at most 256 products of {digit 0 + 128 digit 1} with weights of -8..7 add up to 2^24, the upper digits as
-// well.
+// The integers of 16 numbers in units of 2^unit_exponent as kDigits digits, least first, digit d as a multiple of 128^d
+// units; every step but the roundings is exact. What the upper digits leave is at most 2^13 units either way, two
+// digits: so at most 256 products of it with weights of -8..7 add up to 2^24, and those of the upper digits as well.
 template <int kDigits>
-HWY_INLINE void split_digits(VI16 integer, VI16 (&digits)[kDigits]) {
-  const DI16 di;
-  const VI16 shifted = hn::Add(integer, hn::Set(di, 8192));
-  const VI16 lower = hn::Sub(hn::And(shifted, hn::Set(di, 16383)), hn::Set(di, 8192));
-  const VI16 upper = hn::ShiftRight<14>(shifted);
-  digits[1] = take_digit(lower, &digits[0]);
+HWY_INLINE void split_digits(VF16 number, int unit_exponent, VF16 (&digits)[kDigits]) {
+  const VF16 upper = round_to(number, unit_exponent + 14);
+  const VF16 lower = hn::Sub(number, upper);
+  digits[1] = round_to(lower, unit_exponent + 7);
+  digits[0] = round_to(hn::Sub(lower, digits[1]), unit_exponent);
   if constexpr (kDigits == 4) {
-    digits[3] = take_digit(upper, &digits[2]);
+    digits[3] = round_to(upper, unit_exponent + 21);
+    digits[2] = hn::Sub(upper, digits[3]);
   } else {
     digits[2] = upper;
   }
@@ -82,29 +82,29 @@ HWY_INLINE void split_digits(VI16 integer, VI16 (&digits)[kDigits]) {
 
 // The digits of 16 depths as bytes, in the order of widen_block's rows.
 template <int kDigits>
-HWY_INLINE void store_digits(VI16 integer, const DigitRow& to, int8_t* at) {
+HWY_INLINE void store_digits(VF16 number, int unit_exponent, const DigitRow& to, int8_t* at) {
+  const DF16 df;
   const __m512i depth_order = _mm512_set_epi32(15, 14, 7, 6, 13, 12, 5, 4, 11, 10, 3, 2, 9, 8, 1, 0);
-  VI16 digits[kDigits];
-  split_digits<kDigits>(VI16{_mm512_permutexvar_epi32(depth_order, integer.raw)}, digits);
+  VF16 digits[kDigits];
+  split_digits<kDigits>(VF16{_mm512_permutexvar_ps(depth_order, number.raw)}, unit_exponent, digits);
 #pragma GCC unroll 4
   for (int digit = 0; digit < kDigits; ++digit) {
-    _mm_store_si128(reinterpret_cast<__m128i*>(at + to.digit_offset(digit)), _mm512_cvtepi32_epi8(digits[digit].raw));
+    const VF16 units = hn::Mul(digits[digit], hn::Set(df, power_of_two(-unit_exponent - 7 * digit)));
+    _mm_store_si128(reinterpret_cast<__m128i*>(at + to.digit_offset(digit)),
+                    _mm512_cvtepi32_epi8(hn::ConvertTo(DI16(), units).raw));
   }
 }
 
-// The digits of 16 depths as bf16 numbers, digit d times 128^d 2^unit_exponent, in the order of widen_block_bf16's
-// rows.
+// The digits of 16 depths as bf16 numbers, in the order of widen_block_bf16's rows.
 template <int kDigits>
-HWY_INLINE void store_digits_bf16(VI16 integer, int unit_exponent, const DigitRow& to, int8_t* at) {
+HWY_INLINE void store_digits_bf16(VF16 number, int unit_exponent, const DigitRow& to, int8_t* at) {
   const DF16 df;
-  VI16 digits[kDigits];
-  split_digits<kDigits>(integer, digits);
+  VF16 digits[kDigits];
+  split_digits<kDigits>(number, unit_exponent, digits);
 #pragma GCC unroll 4
   for (int digit = 0; digit < kDigits; ++digit) {
-    const VF16 unit = hn::Set(df, power_of_two(unit_exponent + 7 * digit));
-    const VF16 number = hn::Mul(hn::ConvertTo(df, digits[digit]), unit);
-    _mm256_store_si256(reinterpret_cast<__m256i*>(at + to.digit_offset(digit)),
-                       _mm512_cvtepi32_epi16(hn::ShiftRight<16>(hn::BitCast(DI16(), number)).raw));
+    const auto packed = pack_bf16(df, digits[digit], digits[digit]);
+    _mm256_store_si256(reinterpret_cast<__m256i*>(at + to.digit_offset(digit)), _mm512_castsi512_si256(packed.raw));
   }
 }
 
@@ -129,29 +129,24 @@ bool pack_row(const T* HWY_RESTRICT x, int64_t k, int64_t group_size, const AmxP
     const int exponent = std::max(static_cast<int>(largest_bits >> 23) - 126, kAmxLeastExponent);
     const bool taken = exponent <= kAmxGreatestExponent;
     all_taken &= taken;
-    const auto scale = hn::Set(df, taken ? power_of_two(kBits - exponent) : 0.0f);
-    if constexpr (kFew) factors[group * plan.tile_rows] = taken ? power_of_two(exponent - kBits - kWeightBits) : 0.0f;
+    const int unit_exponent = taken ? exponent - kBits : 0;
+    if constexpr (kFew) factors[group * plan.tile_rows] = power_of_two(unit_exponent - kWeightBits);
     int8_t* slot = to.row + group % plan.span_groups * to.slot_stride;
     for (int64_t depth = first; depth < end; depth += 16) {
-      auto number = load_step(x, depth, k);
-      if (!taken) number = hn::Zero(df);
-      const VI16 integer{
-          _mm512_cvt_roundps_epi32(hn::Mul(number, scale).raw, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+      const VF16 number = taken ? load_step(x, depth, k) : hn::Zero(df);
       int8_t* at = slot + depth / plan.segment_depth * to.segment_stride;
       if constexpr (kFew) {
-        store_digits<kDigits>(integer, to, at + depth % plan.segment_depth);
+        store_digits<kDigits>(number, unit_exponent, to, at + depth % plan.segment_depth);
       } else {
-        const int unit_exponent = taken ? exponent - kBits : 0;
-        store_digits_bf16<kDigits>(integer, unit_exponent, to, at + 2 * (depth % plan.segment_depth));
+        store_digits_bf16<kDigits>(number, unit_exponent, to, at + 2 * (depth % plan.segment_depth));
       }
     }
   }
   return all_taken;
 }
 
-// Where digits and their sums stand. 16 rows: a left tile for each digit; tile 0 sums the lower ones, tile 1 the upper
-// ones. Up to 8 rows: the upper half of a tile has the upper digits, so there is a tile of even and one of odd digits,
-// and one tile of sums. Up to 4 rows: all digits below each other in one tile, and their sums as well.
+// Where digits stand. 16 rows: a left tile for each digit. Up to 8 rows: a tile of even and one of odd digits, the
+// upper digits in its upper half. Up to 4 rows: all digits below each other in one tile.
 template <int kRows>
 DigitRow digits_of_row(int8_t* left, int64_t row, const AmxPlan& plan) {
   const int64_t row_bytes = plan.left_tile_bytes() / kAmxRows;

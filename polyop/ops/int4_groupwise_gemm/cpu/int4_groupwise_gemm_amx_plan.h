@@ -54,6 +54,7 @@ struct AmxPlan {
   int64_t rows;       // of the pass
   int64_t tile_rows;  // rows rounded up to 16, where factors and totals of many rows stand
   bool few;
+  bool chained;  // a group is at most 32 deep: its digits can be added up in one tile
 
   AmxPlan(const Int4GroupwiseGemmProblem& problem, int64_t pass_rows) {
     const GemmPlan extents(problem);
@@ -72,6 +73,7 @@ struct AmxPlan {
       span_groups = std::max<int64_t>(1, kAmxChunkDepth / problem.group_size);
       segment_depth = std::gcd<int64_t>(problem.group_size, kAmxDepth);
     }
+    chained = kAmxDepth % problem.group_size == 0;
     span_segments = span_groups * problem.group_size / segment_depth;
     segments = ceil_div(problem.k, segment_depth);
   }

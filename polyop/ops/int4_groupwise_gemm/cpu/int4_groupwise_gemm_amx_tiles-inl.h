@@ -125,16 +125,23 @@ HWY_INLINE void widen_block_bf16(const uint32_t* HWY_RESTRICT words, int8_t* HWY
 // ---- sums -----------------------------------------------------------------------------------------------------------
 
 // The 16 sums of one row and group from those of its digits (`sums`, 16 numbers apart, least digit first), times
-// `factor`, a power of two. Each half of the digits is exact; one rounding joins them.
-template <int kDigits>
+// `factor`, a power of two. Exact in each half of the digits, which one rounding joins; chained: see join_sums.
+template <int kDigits, bool kChained>
 HWY_INLINE VF16 join_digits(const int32_t* HWY_RESTRICT sums, float factor) {
   const DF16 df;
   const DI16 di;
-  const VI16 lower = hn::Add(hn::Load(di, sums), hn::ShiftLeft<7>(hn::Load(di, sums + 16)));
-  VI16 upper = hn::Load(di, sums + 32);
-  if constexpr (kDigits == 4) upper = hn::Add(upper, hn::ShiftLeft<7>(hn::Load(di, sums + 48)));
-  const VF16 joined = hn::MulAdd(hn::ConvertTo(df, upper), hn::Set(df, 0x1p14f), hn::ConvertTo(df, lower));
-  return hn::Mul(joined, hn::Set(df, factor));
+  const auto load = [&](int digit) HWY_ATTR { return hn::Load(di, sums + 16 * digit); };
+  VI16 upper = load(2);
+  if constexpr (kDigits == 4) upper = hn::Add(upper, hn::ShiftLeft<7>(load(3)));
+  const VF16 scaled = hn::ConvertTo(df, upper);
+  const auto weight = hn::Set(df, 0x1p14f);
+  if constexpr (kChained) {
+    const VF16 first = hn::MulAdd(scaled, weight, hn::ConvertTo(df, hn::ShiftLeft<7>(load(1))));
+    return hn::Mul(hn::Add(first, hn::ConvertTo(df, load(0))), hn::Set(df, factor));
+  } else {
+    const VI16 lower = hn::Add(load(0), hn::ShiftLeft<7>(load(1)));
+    return hn::Mul(hn::MulAdd(scaled, weight, hn::ConvertTo(df, lower)), hn::Set(df, factor));
+  }
 }
 
 HWY_INLINE __m512i transposed_columns() {
@@ -181,11 +188,16 @@ struct TileGroups {
   int64_t scales_stride;
 };
 
-// The sums of `group` to tiles 0 and, for 16 rows, 1.
-template <int kDigits, int kRows>
+template <int kRows, bool kChained>
+inline constexpr bool needs_two_tiles = kRows == 16 ? !kChained : kRows == 8 && kChained;
+
+// The sums of `group`. 16 rows: lower digits to tile 0, upper ones to tile 1, or all to tile 0 if chained, upper ones
+// first. 8 rows: to tile 0, or, chained, odd digits to tile 1. 4 rows: to tile 0.
+template <int kDigits, int kRows, bool kChained>
 HWY_INLINE void multiply_group(const TileGroups& tile, int64_t group) {
+  constexpr bool kTwoTiles = needs_two_tiles<kRows, kChained>;
   tile_zero<0>();
-  if constexpr (kRows == 16) tile_zero<1>();
+  if constexpr (kTwoTiles) tile_zero<1>();
   const ptrdiff_t row_bytes = 2 * tile.segment_depth;
   const int64_t tile_bytes = kAmxRows * row_bytes;
   const int64_t first = group * tile.group_segments;
@@ -193,59 +205,71 @@ HWY_INLINE void multiply_group(const TileGroups& tile, int64_t group) {
   for (int64_t segment = first; segment < end; ++segment) {
     const int8_t* left = tile.left + segment * tile.segment_bytes;
     tile_load<6>(tile.right + segment * tile.segment_depth * 32, kAmxRowBytes);
-    tile_load<4>(left, row_bytes);
-    tile_multiply_bf16<0, 4, 6>();
-    if constexpr (kRows >= 8) {
-      tile_load<5>(left + tile_bytes, row_bytes);
-      tile_multiply_bf16<0, 5, 6>();
-    }
     if constexpr (kRows == 16) {
-      tile_load<7>(left + 2 * tile_bytes, row_bytes);
-      tile_multiply_bf16<1, 7, 6>();
+      constexpr int kUpperSums = kTwoTiles ? 1 : 0;
       if constexpr (kDigits == 4) {
         tile_load<4>(left + 3 * tile_bytes, row_bytes);
-        tile_multiply_bf16<1, 4, 6>();
+        tile_multiply_bf16<kUpperSums, 4, 6>();
       }
+      tile_load<5>(left + 2 * tile_bytes, row_bytes);
+      tile_multiply_bf16<kUpperSums, 5, 6>();
     }
+    if constexpr (kRows >= 8) {
+      tile_load<7>(left + tile_bytes, row_bytes);
+      tile_multiply_bf16<kRows == 8 && kTwoTiles ? 1 : 0, 7, 6>();
+    }
+    tile_load<4>(left, row_bytes);
+    tile_multiply_bf16<0, 4, 6>();
   }
 }
 
-template <int kRows>
+template <int kRows, bool kChained>
 HWY_INLINE void store_sums(float* sums) {
   tile_store<0>(sums, kAmxRowBytes);
-  if constexpr (kRows == 16) tile_store<1>(sums + kAmxSumBytes / 4, kAmxRowBytes);
+  if constexpr (needs_two_tiles<kRows, kChained>) tile_store<1>(sums + kAmxSumBytes / 4, kAmxRowBytes);
 }
 
-// The sums of a row with all its digits: exact in each half, rounded once.
-template <int kDigits, int kRows>
+// The sums of a row with all its digits. Each half of the digits is exact, and one rounding joins them. Chained: the
+// upper half is exact, and digit 1, then digit 0 are added to it with a rounding each: a single tile can do that, if a
+// group is one product deep.
+template <int kDigits, int kRows, bool kChained>
 HWY_INLINE VF16 join_sums(const float* HWY_RESTRICT sums, int row) {
   const DF16 df;
   const auto load = [&](int at) HWY_ATTR { return hn::Load(df, sums + 16 * at); };
-  if constexpr (kRows > 4) return hn::Add(load(kRows + row), load(row));
-  VF16 upper = load(8 + row);
-  if constexpr (kDigits == 4) upper = hn::Add(upper, load(12 + row));
-  return hn::Add(upper, hn::Add(load(4 + row), load(row)));
+  if constexpr (kRows == 16) {
+    if constexpr (kChained) return load(row);
+    return hn::Add(load(16 + row), load(row));
+  } else if constexpr (kRows == 8) {
+    if constexpr (!kChained) return hn::Add(load(8 + row), load(row));
+    const VF16 upper = hn::Add(load(24 + row), load(8 + row));
+    return hn::Add(hn::Add(upper, load(16 + row)), load(row));
+  } else {
+    VF16 upper = load(8 + row);
+    if constexpr (kDigits == 4) upper = hn::Add(upper, load(12 + row));
+    if constexpr (kChained) return hn::Add(hn::Add(upper, load(4 + row)), load(row));
+    return hn::Add(upper, hn::Add(load(4 + row), load(row)));
+  }
 }
 
 // Adds the groups to totals [kRows, 16]. The sums of a group are scaled after the next group's products have been
 // issued, and before its sums are stored: loads wait for older stores to the same place in a page.
-template <int kDigits, int kRows>
+template <int kDigits, int kRows, bool kChained>
 void add_tile_groups(const TileGroups& tile, float* HWY_RESTRICT sums, float* HWY_RESTRICT totals) {
   const DF16 df;
   VF16 total[kRows];
 #pragma GCC unroll 16
   for (int row = 0; row < kRows; ++row) total[row] = hn::Load(df, totals + 16 * row);
-  multiply_group<kDigits, kRows>(tile, 0);
-  store_sums<kRows>(sums);
+  multiply_group<kDigits, kRows, kChained>(tile, 0);
+  store_sums<kRows, kChained>(sums);
   for (int64_t group = 0; group < tile.groups; ++group) {
     const bool more = group + 1 < tile.groups;
-    if (more) multiply_group<kDigits, kRows>(tile, group + 1);
+    if (more) multiply_group<kDigits, kRows, kChained>(tile, group + 1);
     const VF16 scale = hn::Load(df, tile.scales + group * tile.scales_stride);
 #pragma GCC unroll 16
     for (int row = 0; row < kRows; ++row) {
-      total[row] = hn::MulAdd(join_sums<kDigits, kRows>(sums, row), scale, total[row]);
+      total[row] = hn::MulAdd(join_sums<kDigits, kRows, kChained>(sums, row), scale, total[row]);
     }
-    if (more) store_sums<kRows>(sums);
+    if (more) store_sums<kRows, kChained>(sums);
   }
 #pragma GCC unroll 16
   for (int row = 0; row < kRows; ++row) hn::Store(total[row], df, totals + 16 * row);

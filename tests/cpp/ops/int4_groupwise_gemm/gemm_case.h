@@ -68,7 +68,7 @@ inline constexpr GemmKernel<T> kSimdKernel = {
       return gamma_of(2.0 * (static_cast<double>((extents.group_size + 3) / 4) + groups_of(extents)) + 2.0) * of.terms;
     }};
 
-// c = 2^-b coarse is what x loses as an integer of b bits; then c + gamma(groups + 1) (terms + c).
+// c = 2^-b coarse is what x loses as an integer of b bits; then c + gamma(groups + 3) (terms + c).
 template <class T>
 inline constexpr GemmKernel<T> kAmxKernel = {.supports = cpu::supports_int4_groupwise_gemm_amx,
                                              .workspace_bytes = cpu::int4_groupwise_gemm_amx_workspace_bytes,
@@ -76,7 +76,7 @@ inline constexpr GemmKernel<T> kAmxKernel = {.supports = cpu::supports_int4_grou
                                              .error = [](const GemmExtents& extents, const GemmMagnitudes& of) {
                                                const double cut =
                                                    of.coarse * (std::is_same_v<T, float> ? 0x1p-26 : 0x1p-20);
-                                               return cut + gamma_of(groups_of(extents) + 1.0) * (of.terms + cut);
+                                               return cut + gamma_of(groups_of(extents) + 3.0) * (of.terms + cut);
                                              }};
 
 template <class T, class S = F16>
