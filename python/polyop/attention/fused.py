@@ -13,12 +13,9 @@ from polyop.ops import attention, kv_cache_update, qk_norm_rope_append, rotary_e
 from .interface import (
     AttentionBackend,
     AttentionMask,
-    PositionalEmbeddingParams,
     PredefinedAttentionMask,
-    QuantConfig,
 )
 from .metadata import AttentionMetadata
-from .qk_norm import QkNormParams
 from .registry import register_attention_backend
 from .rope import rope_cos_sin_table
 
@@ -33,40 +30,20 @@ class FusedAttention(AttentionBackend):
 
     Metadata = FusedAttentionMetadata
 
-    def __init__(
-        self,
-        layer_idx: int,
-        num_heads: int,
-        head_dim: int,
-        num_kv_heads: int | None = None,
-        quant_config: QuantConfig | None = None,
-        pos_embd_params: PositionalEmbeddingParams | None = None,
-        *,
-        q_scaling: float = 1.0,
-        qk_norm: QkNormParams | None = None,
-    ) -> None:
-        """See AttentionBackend; also makes (or finds) the cos/sin table of pos_embd_params.
+    def prepare_layer(self) -> None:
+        """Makes (or finds) the cos/sin table of pos_embd_params.
 
         Raises:
-            ValueError, NotImplementedError: as AttentionBackend; also a rope scaling type without a table.
+            NotImplementedError: a rope scaling type without a table.
         """
-        super().__init__(
-            layer_idx,
-            num_heads,
-            head_dim,
-            num_kv_heads,
-            quant_config,
-            pos_embd_params,
-            q_scaling=q_scaling,
-            qk_norm=qk_norm,
-        )
-        self._interleaved = pos_embd_params is not None and not pos_embd_params.is_neox
+        rotary, norm = self.pos_embd_params, self.qk_norm
+        self._interleaved = rotary is not None and not rotary.is_neox
         self._append_options = {"interleaved": self._interleaved}
-        if qk_norm is not None:
-            weights = {"q_norm_weight": qk_norm.q_weight, "k_norm_weight": qk_norm.k_weight}
-            self._append_options |= weights | {"epsilon": qk_norm.epsilon}
+        if norm is not None:
+            weights = {"q_norm_weight": norm.q_weight, "k_norm_weight": norm.k_weight}
+            self._append_options |= weights | {"epsilon": norm.epsilon}
         # Looked up here and not in forward: hashing the parameters would cost more than the rest of a call's checks.
-        self._cos_sin = None if pos_embd_params is None else rope_cos_sin_table(pos_embd_params.rope)
+        self._cos_sin = None if rotary is None else rope_cos_sin_table(rotary.rope)
 
     @classmethod
     def support_fused_rope(cls) -> bool:

@@ -111,6 +111,14 @@ class AttentionBackend:
                 raise ValueError(f"{self.name}: qk_norm is given without pos_embd_params")
             qk_norm.check(head_dim, self.name)
         self.qk_norm = qk_norm
+        self.prepare_layer()
+
+    def prepare_layer(self) -> None:
+        """Hook at the end of construction: a backend makes what its forward needs. Default: nothing.
+
+        Raises:
+            NotImplementedError: a parameter that this backend has nothing for.
+        """
 
     def update_quant_config(self, quant_config: QuantConfig | None) -> None:
         """Replaces the quantization parameters.
