@@ -603,6 +603,11 @@ class Binder {
     const TensorView& tensor = call_.tensor(index);
     if (operand.shape_only || is_empty(tensor)) return Status::ok();
     if (tensor.data == nullptr) return invalid_argument(at(index) + " has no data");
+    const auto misplaced = reinterpret_cast<uintptr_t>(tensor.data) % static_cast<uintptr_t>(dtype_bytes(tensor.dtype));
+    if (misplaced != 0) {
+      return invalid_argument(at(index) + " lies " + std::to_string(misplaced) + " bytes past a multiple of its " +
+                              std::to_string(dtype_bytes(tensor.dtype)) + "-byte elements, wanted 0");
+    }
     if (operand.stride_rule == StrideRule::kContiguous && !tensor.is_contiguous()) {
       return invalid_argument(at(index) + " is not contiguous");
     }

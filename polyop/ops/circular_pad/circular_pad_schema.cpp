@@ -44,6 +44,13 @@ Status make_problem(const BoundCall& call, CircularPadProblem* problem) {
                             " entries, wanted an even number of at most " + std::to_string(2 * x.rank) +
                             " for x of rank " + std::to_string(x.rank));
   }
+  // Sums of an index and a padding stay in 64 bits, and an extent is not one that has wrapped around.
+  constexpr int64_t kMostPadding = int64_t{1} << 61;
+  for (size_t entry = 0; entry < padding.size(); ++entry) {
+    if (padding[entry] >= -kMostPadding && padding[entry] <= kMostPadding) continue;
+    return invalid_argument("circular_pad: attribute padding[" + std::to_string(entry) + "] is " +
+                            std::to_string(padding[entry]) + ", wanted -2^61 to 2^61");
+  }
   *problem = {.x = x.data,
               .out = out.data,
               .element_bytes = dtype_bytes(x.dtype),

@@ -17,6 +17,7 @@ from typing import Any
 import numpy
 import torch
 
+from .refusals import named_error
 from .schema import Attribute, Condition, Operand, Schema, expression_source, expression_symbols
 
 TORCH_DTYPES = {
@@ -178,33 +179,40 @@ def outputs_source(schema: Schema) -> str:
 
 def call_source(schema: Schema) -> str:
     """Source of the public function."""
-    lines = [f"def {schema.name}({parameter_source(schema, with_outputs=True)}):"]
+    lines = [f"def {schema.name}({parameter_source(schema, with_outputs=True)}):", "    try:"]
     outputs = schema.outputs
     device_of = schema.inputs[0].name
+    operands = [operand.name for operand in schema.operands]
+    attributes = [attribute.name for attribute in schema.attributes]
     if outputs:
         missing = " or ".join(
             f"{output.name} is None" + ("" if output.always_required else f" and {_presence_source(output)}")
             for output in outputs
         )
-        inputs = [operand.name for operand in schema.inputs] + [attribute.name for attribute in schema.attributes]
+        inputs = [operand.name for operand in schema.inputs]
         lines += [
-            f"    if {missing}:",
-            "        try:",
-            f"            _inferred = {schema.name}_outputs({argument_source(schema)})",
+            f"        if {missing}:",
+            "            try:",
+            f"                _inferred = {schema.name}_outputs({argument_source(schema)})",
         ]
         for index, output in enumerate(outputs):
             lines += [
-                f"            if {output.name} is None and _inferred[{index}] is not None:",
-                f"                {output.name} = _allocate(*_inferred[{index}], {device_of})",
+                f"                if {output.name} is None and _inferred[{index}] is not None:",
+                f"                    {output.name} = _allocate(*_inferred[{index}], {device_of})",
             ]
         # Arguments that break the schema break the shape function too: the schema's own text says how.
         lines += [
-            "        except Exception:",
-            f"            _check_{schema.name}({', '.join(inputs)})",
-            "            raise",
+            "            except Exception:",
+            f"                _check_{schema.name}({', '.join(inputs + attributes)})",
+            "                raise",
         ]
-    arguments = [operand.name for operand in schema.operands] + [attribute.name for attribute in schema.attributes]
-    lines.append(f"    _call_{schema.name}({', '.join(arguments)})")
+    lines += [
+        f"        _call_{schema.name}({', '.join(operands + attributes)})",
+        "    except (ValueError, NotImplementedError):",
+        "        raise",
+        "    except Exception as error:",
+        f"        raise _named_error(_schema, [{', '.join(operands)}], [{', '.join(attributes)}], error) from error",
+    ]
     if len(outputs) == 1:
         lines.append(f"    return {outputs[0].name}")
     elif outputs:
@@ -252,6 +260,8 @@ def compile_operator(
     namespace: dict[str, Any] = {
         "torch": torch,
         "_allocate": _allocate,
+        "_named_error": named_error,
+        "_schema": schema,
         "_dtypes": TORCH_DTYPES,
         "_list_entry": _list_entry,
         f"_call_{schema.name}": packed_call,

@@ -273,6 +273,8 @@ TEST_F(ShapeBinding_Memory, Strides) {
 TEST_F(ShapeBinding_Memory, Pointers) {
   any.data = nullptr;
   EXPECT_EQ(text(), "op: any has no data");
+  any.data = reinterpret_cast<void*>(uintptr_t{4 * 100 + 3});
+  EXPECT_EQ(text(), "op: any lies 3 bytes past a multiple of its 4-byte elements, wanted 0");
   for (TensorView* tensor : {&x, &dense, &any, &out}) {
     tensor->shape[0] = 0;
     tensor->data = nullptr;

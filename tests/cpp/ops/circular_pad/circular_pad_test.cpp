@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <limits>
 
 #include "polyop/cpu/thread_pool.h"
 #include "tests/cpp/testing/call_kernel.h"
@@ -169,6 +170,10 @@ TEST(CircularPad, Refusals_HaveExactTexts_AndWriteNothing) {
             "circular_pad: attribute padding has 3 entries, wanted an even number of at most 4 for x of rank 2");
   EXPECT_EQ(refuse(x, out, {1, 1, 0, 0, 5, 5}),
             "circular_pad: attribute padding has 6 entries, wanted an even number of at most 4 for x of rank 2");
+  // An extent that would wrap around to the right number.
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  EXPECT_EQ(refuse(x, GuardedTensor(DType::kF32, {3, 2}), {kMost, kMost}),
+            "circular_pad: attribute padding[0] is 9223372036854775807, wanted -2^61 to 2^61");
   GuardedTensor empty(DType::kF32, {3, 0});
   EXPECT_EQ(refuse(empty, out, {3, 3}),
             "circular_pad: x axis 1 is 0, wanted at least 1: out has 6 there and nothing to repeat");
