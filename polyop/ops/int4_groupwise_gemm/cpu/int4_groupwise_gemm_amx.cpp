@@ -248,30 +248,40 @@ RunUnits run_units_for(const AmxPass& pass) {
   return run_units;
 }
 
+void pack_many(const AmxPass& pass) {
+  const AmxPlan& plan = pass.plan;
+  ThreadPool::shared().parallel_for(plan.tile_rows / kAmxRows, [&](int64_t tile, int) {
+    const int64_t tile_bytes = plan.segments * plan.digits * plan.left_tile_bytes();
+    const int64_t end = std::min(plan.rows, (tile + 1) * kAmxRows);
+    if (end % kAmxRows != 0) std::memset(pass.workspace.left + tile * tile_bytes, 0, static_cast<size_t>(tile_bytes));
+    for (int64_t row = tile * kAmxRows; row < end; ++row) pass.pack(row);
+  });
+}
+
+void pack_few(const AmxPass& pass) {
+  std::memset(pass.workspace.left, 0, static_cast<size_t>(pass.plan.left_bytes()));
+  for (int64_t row = 0; row < pass.plan.rows; ++row) pass.pack(row);
+}
+
 void run_pass(const AmxPass& pass) {
   const AmxPlan& plan = pass.plan;
   ThreadPool& pool = ThreadPool::shared();
-  if (plan.few) {
-    std::memset(pass.workspace.left, 0, static_cast<size_t>(plan.left_bytes()));
-    for (int64_t row = 0; row < plan.rows; ++row) pass.pack(row);
-  } else {
-    pool.parallel_for(plan.tile_rows / kAmxRows, [&](int64_t tile, int) {
-      const int64_t tile_bytes = plan.segments * plan.digits * plan.left_tile_bytes();
-      const int64_t end = std::min(plan.rows, (tile + 1) * kAmxRows);
-      if (end % kAmxRows != 0) std::memset(pass.workspace.left + tile * tile_bytes, 0, static_cast<size_t>(tile_bytes));
-      for (int64_t row = tile * kAmxRows; row < end; ++row) pass.pack(row);
-    });
-  }
+  if (!plan.few) pack_many(pass);
   const RunUnits run_units = plan.digits == 4 ? run_units_for<4>(pass) : run_units_for<3>(pass);
   // Each thread takes units until none is left, and sets up its tiles once: that costs as much as some ten products.
   std::atomic<int64_t> next_unit = 0;
   const int64_t task_units = units_per_task(plan.units, 1, pool.num_threads());
-  pool.parallel_for(std::min<int64_t>(pool.num_threads(), ceil_div(plan.units, task_units)), [&](int64_t, int thread) {
-    const AmxTiles tiles(pass.tile_shapes());
+  const int64_t tasks = std::clamp<int64_t>(ceil_div(plan.units, task_units), 1, pool.num_threads());
+  pool.parallel_for(tasks, [&](int64_t task, int thread) {
+    // By task, not by thread: task 0 always runs, and its flags are those that the caller reads.
+    const AmxWorkspace workspace = plan.few ? pass.workspace.with_packed(task) : pass.workspace;
+    const AmxPass own{.problem = pass.problem, .plan = plan, .workspace = workspace, .first_row = pass.first_row};
+    if (plan.few) pack_few(own);
+    const AmxTiles tiles(own.tile_shapes());
     while (true) {
       const int64_t first = next_unit.fetch_add(task_units, std::memory_order_relaxed);
       if (first >= plan.units) break;
-      run_units(pass, first, std::min(plan.units, first + task_units), pass.workspace.thread(thread));
+      run_units(own, first, std::min(plan.units, first + task_units), workspace.thread(thread));
     }
   });
 }
@@ -331,10 +341,11 @@ Status int4_groupwise_gemm_amx(const Int4GroupwiseGemmProblem& problem, Workspac
                           std::to_string(wanted));
   }
   const int64_t rows = pass_rows(problem.m);
+  const int num_threads = ThreadPool::shared().num_threads();
   const Workspace rest{static_cast<uint8_t*>(workspace.data) + kAmxPassRows, workspace.bytes - kAmxPassRows};
   for (int64_t first = 0; first < problem.m; first += rows) {
     const AmxPlan plan(problem, std::min(rows, problem.m - first));
-    const AmxWorkspace parts(plan, AmxLayout(plan), workspace.data);
+    const AmxWorkspace parts(plan, AmxLayout(plan), workspace.data, num_threads);
     HWY_NAMESPACE::run_pass({.problem = problem, .plan = plan, .workspace = parts, .first_row = first});
     for (int64_t row = 0; row < plan.rows; ++row) {
       if (parts.row_is_taken[row] != 0) continue;

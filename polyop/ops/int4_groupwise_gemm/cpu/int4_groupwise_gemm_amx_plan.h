@@ -85,21 +85,27 @@ struct AmxPlan {
   }
 };
 
-/// The workspace: a flag for each row of the pass, the powers of two of x, its digits, the scratch of each thread.
+/// The workspace: packed x, which is a flag for each row of the pass, its powers of two and its digits; then the
+/// scratch of each thread. Few rows: each thread has packed x of its own, because packing it takes no longer than
+/// fetching it from another processor's cache.
 struct AmxLayout {
   int64_t factor_bytes;
   int64_t left_bytes;
   int64_t thread_bytes;
+  bool few;
 
   explicit AmxLayout(const AmxPlan& plan) {
     factor_bytes = plan.groups * plan.tile_rows * static_cast<int64_t>(sizeof(float));
     left_bytes = plan.left_bytes();
+    few = plan.few;
     thread_bytes = kScalesBytes + kSumsBytes + kAmxTaskTiles * totals_rows(plan) * kAmxVectorBytes +
                    kAmxTaskTiles * kAmxSpanBlocks * kAmxBf16BlockBytes;
   }
 
+  /// Flags, factors and digits.
+  [[nodiscard]] int64_t packed_bytes() const { return kAmxPassRows + factor_bytes + left_bytes; }
   [[nodiscard]] int64_t bytes(int num_threads) const {
-    return kAmxPassRows + factor_bytes + left_bytes + num_threads * thread_bytes;
+    return (few ? num_threads : 1) * packed_bytes() + num_threads * thread_bytes;
   }
 
   static int64_t totals_rows(const AmxPlan& plan) { return plan.few ? plan.rows : plan.tile_rows; }
@@ -138,13 +144,17 @@ struct AmxWorkspace {
     int8_t* blocks;  // widened weights: few: a ring of [2, 16, 64] bytes; many: [tiles, blocks, 32, 32] bf16
   };
 
-  AmxWorkspace(const AmxPlan& plan, const AmxLayout& layout, void* memory) : layout_(layout) {
-    auto* bytes = static_cast<uint8_t*>(memory);
-    row_is_taken = bytes;
-    factors = reinterpret_cast<float*>(bytes + kAmxPassRows);
-    left = reinterpret_cast<int8_t*>(bytes + kAmxPassRows + layout.factor_bytes);
-    threads_ = bytes + kAmxPassRows + layout.factor_bytes + layout.left_bytes;
+  AmxWorkspace(const AmxPlan& plan, const AmxLayout& layout, void* memory, int num_threads) : layout_(layout) {
+    place(static_cast<uint8_t*>(memory));
+    threads_ = row_is_taken + (plan.few ? num_threads : 1) * layout.packed_bytes();
     totals_bytes_ = kAmxTaskTiles * AmxLayout::totals_rows(plan) * AmxLayout::kAmxVectorBytes;
+  }
+
+  /// Few rows: with the packed x of a thread; number 0 is that of the object itself.
+  [[nodiscard]] AmxWorkspace with_packed(int64_t number) const {
+    AmxWorkspace other = *this;
+    other.place(row_is_taken + number * layout_.packed_bytes());
+    return other;
   }
 
   [[nodiscard]] Thread thread(int index) const {
@@ -158,6 +168,12 @@ struct AmxWorkspace {
   }
 
  private:
+  void place(uint8_t* packed) {
+    row_is_taken = packed;
+    factors = reinterpret_cast<float*>(packed + kAmxPassRows);
+    left = reinterpret_cast<int8_t*>(packed + kAmxPassRows + layout_.factor_bytes);
+  }
+
   AmxLayout layout_;
   uint8_t* threads_;
   int64_t totals_bytes_;
