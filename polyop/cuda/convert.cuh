@@ -25,6 +25,12 @@ __device__ inline float to_float(Fp8 value) {
   return __half2float(__half(__nv_cvt_fp8_to_halfraw(value.bits, __NV_E4M3)));
 }
 
+/// Two E4M3 bytes (low half of `pair`) as f16x2, exactly.
+__device__ inline uint32_t widen_f8e4m3(uint32_t pair) {
+  const __half2_raw halves = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), __NV_E4M3);
+  return static_cast<uint32_t>(halves.x) | (static_cast<uint32_t>(halves.y) << 16);
+}
+
 /// `value` rounded to nearest even; FP8 saturates to +-448, int8 to [-128, 127] with 0 for a NaN.
 template <class T>
 __device__ inline T from_float(float value) {

@@ -21,6 +21,15 @@ __device__ inline void copy_async_16(uint32_t to_shared, const void* from, bool 
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to_shared), "l"(from), "r"(bytes) : "memory");
 }
 
+/// "cp.async.commit_group": the copies of this thread since the last commit are one group.
+__device__ inline void copy_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
+
+/// "cp.async.wait_group": all but this thread's last kPending groups have arrived.
+template <int kPending>
+__device__ inline void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
+}
+
 /// "cp.async.wait_all": every copy of this thread has arrived.
 __device__ inline void copy_async_wait_all() { asm volatile("cp.async.wait_all;\n" ::: "memory"); }
 
@@ -86,6 +95,20 @@ __device__ inline void multiply_accumulate(float (&d)[4], const uint32_t (&a)[4]
   }
 }
 
+/// "movmatrix": the transpose of an 8x8 matrix of 16-bit elements that the lanes hold as ldmatrix hands it out.
+__device__ inline uint32_t transpose_matrix(uint32_t matrix) {
+  uint32_t result;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;\n" : "=r"(result) : "r"(matrix));
+  return result;
+}
+
+/// "cvt" .rni.sat to s8: nearest even, saturated to [-128, 127], 0 for a NaN.
+__device__ inline int8_t round_to_int8(float x) {
+  int32_t result;
+  asm("cvt.rni.sat.s8.f32 %0, %1;\n" : "=r"(result) : "f"(x));
+  return static_cast<int8_t>(result);
+}
+
 /// "ex2": 2^x, 2 units in the last place; 0 for -inf.
 __device__ inline float exp2_approximate(float x) {
   float result;
@@ -93,11 +116,11 @@ __device__ inline float exp2_approximate(float x) {
   return result;
 }
 
-/// "atom" with .acq_rel at device scope: adds 1 and returns the old value; what the thread wrote before is seen by who
-/// reads the sum afterwards.
-__device__ inline uint32_t fetch_increment(uint32_t* counter) {
+/// "atom" with .acq_rel at device scope: adds `count` and returns the old value; what the thread wrote before is seen
+/// by who reads the sum afterwards.
+__device__ inline uint32_t fetch_add(uint32_t* counter, uint32_t count) {
   uint32_t old;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;\n" : "=r"(old) : "l"(counter) : "memory");
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;\n" : "=r"(old) : "l"(counter), "r"(count) : "memory");
   return old;
 }
 

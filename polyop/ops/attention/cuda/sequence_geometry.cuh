@@ -100,21 +100,36 @@ __device__ inline SequenceGeometry read_geometry(const AttentionProblem& p, int3
   return g;
 }
 
-/// Element offset of head 0 of one key in k or v, or -1 when its page id is outside the pool (flagged).
-__device__ inline int64_t key_offset(const AttentionProblem& p, const HeadRows& rows, const SequenceGeometry& g,
-                                     int32_t key, ErrorFlag page_flag) {
-  if (p.kv_form == AttentionKvForm::kPadded) return g.sequence * rows.outer_stride + key * rows.row_stride;
-  if (p.kv_form == AttentionKvForm::kPacked) return (int64_t{g.kv_begin} + key) * rows.row_stride;
+/// Entry of the page table for one key; 0 when there is no table.
+__device__ inline int32_t read_page(const AttentionProblem& p, const SequenceGeometry& g, int32_t key) {
+  if (p.kv_form != AttentionKvForm::kPaged) return 0;
   const auto page_size = static_cast<uint32_t>(p.page_size);
   const bool shifts = (page_size & (page_size - 1)) == 0;  // the same for all threads
   const uint32_t column = shifts ? static_cast<uint32_t>(key) >> (31 - __clz(static_cast<int>(page_size)))
                                  : static_cast<uint32_t>(key) / page_size;
-  const int32_t page = __ldg(p.page_table + g.sequence * p.page_table_stride + column);
+  return __ldg(p.page_table + g.sequence * p.page_table_stride + column);
+}
+
+/// Element offset of head 0 of one key in k or v, or -1 when its page id, which read_page gave, is outside the pool
+/// (flagged).
+__device__ inline int64_t key_offset_in_page(const AttentionProblem& p, const HeadRows& rows, const SequenceGeometry& g,
+                                             int32_t key, int32_t page, ErrorFlag page_flag) {
+  if (p.kv_form == AttentionKvForm::kPadded) return g.sequence * rows.outer_stride + key * rows.row_stride;
+  if (p.kv_form == AttentionKvForm::kPacked) return (int64_t{g.kv_begin} + key) * rows.row_stride;
   if (page < 0 || page >= p.num_pages) {
     raise(page_flag);
     return -1;
   }
-  return page * rows.outer_stride + int64_t{static_cast<uint32_t>(key) - column * page_size} * rows.row_stride;
+  const auto page_size = static_cast<uint32_t>(p.page_size);
+  const bool masks = (page_size & (page_size - 1)) == 0;  // the same for all threads
+  const uint32_t row = masks ? static_cast<uint32_t>(key) & (page_size - 1) : static_cast<uint32_t>(key) % page_size;
+  return page * rows.outer_stride + int64_t{row} * rows.row_stride;
+}
+
+/// The same with the entry of the page table read here.
+__device__ inline int64_t key_offset(const AttentionProblem& p, const HeadRows& rows, const SequenceGeometry& g,
+                                     int32_t key, ErrorFlag page_flag) {
+  return key_offset_in_page(p, rows, g, key, read_page(p, g, key), page_flag);
 }
 
 /// Element offset of one head of one row in q, out or lse.

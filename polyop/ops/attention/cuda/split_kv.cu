@@ -2,6 +2,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <bit>
 #include <string>
 
 #include "polyop/core/dispatch.h"
@@ -15,58 +16,70 @@ namespace polyop::cuda {
 namespace {
 
 constexpr int kWideRows = 64;
-constexpr int kWidestHeadDim = 192;  // above, the sums of a lane and 64 keys of scores exceed its registers
 constexpr int64_t kMostWideScratchBytes = int64_t{1} << 31;  // above, sequences of many rows are not split
 
 struct HostPlan {
   SplitPlan plan;
+  SplitResources resources;
   SplitScratch scratch;  // counts only
-  int64_t num_slots = 0;
-  int64_t num_blocks = 0;
+  int64_t narrow_floats = 0;
+  int64_t wide_slots = 0;
+  int num_blocks = 0;
 };
 
-HostPlan make_plan(const AttentionProblem& p) {
+int64_t divide_up64(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+HostPlan make_plan(const AttentionProblem& p, const SplitResources& resources) {
   HostPlan host;
+  host.resources = resources;
   SplitPlan& plan = host.plan;
   plan.group_size = static_cast<int32_t>(p.group_size());
-  plan.rows_per_tile = p.head_dim <= kWidestHeadDim ? kWideRows : kRowsPerWarp;
-  plan.target_items = device_numbers().num_multiprocessors;
+  plan.narrow_rows = p.head_dim <= 128 ? 16 : 8;
+  plan.rows_per_tile = p.head_dim <= kWidestHeadDim ? kWideRows : plan.narrow_rows;
+  plan.target_items = resources.num_blocks;
+  plan.wide_target_items = device_numbers().num_multiprocessors;
+  plan.num_stages = resources.num_stages;
+  plan.row_bytes = p.k.row_stride * dtype_bytes(p.k.dtype);
+  if (p.kv_form == AttentionKvForm::kPaged) {
+    plan.page_bytes = p.k.outer_stride * dtype_bytes(p.k.dtype);
+    plan.page_size = static_cast<uint32_t>(p.page_size);
+    plan.num_pages = static_cast<uint32_t>(std::min<int64_t>(p.num_pages, int64_t{1} << 31));
+    if (std::has_single_bit(plan.page_size)) plan.page_shift = std::countr_zero(plan.page_size);
+    plan.tiles_are_dense = p.page_size % kKeysPerTile == 0;
+  }
   const int64_t rows = p.num_query_rows * plan.group_size;
   const auto heads = p.num_kv_heads;
-  const int64_t slot_bytes = p.head_dim * 4 + 8;
-  const int64_t wanted = (plan.target_items + heads - 1) / heads;  // chunks of a sequence with one row tile
-  const int64_t chunks_by_least = (p.kv_capacity + kLeastChunk - 1) / kLeastChunk;
-  const int64_t narrow_chunks =
-      wanted <= 1 ? 1 : std::min(chunks_by_least, std::max(wanted, (p.kv_capacity + kMostChunk - 1) / kMostChunk));
+  const int64_t wanted = divide_up64(plan.target_items, heads);  // chunks of a sequence with one row tile
+  const int64_t most_chunks = std::max<int64_t>(1, std::min(wanted, divide_up64(p.kv_capacity, kLeastChunk)));
+  const int64_t most_items = (rows / kLeastTileRows + p.num_sequences) * heads * most_chunks;
+  host.num_blocks = static_cast<int>(std::clamp<int64_t>(most_items, 1, resources.num_blocks));
   SplitScratch& scratch = host.scratch;
-  scratch.most_narrow_chunks = static_cast<int32_t>(std::max<int64_t>(1, narrow_chunks));
-  if (scratch.most_narrow_chunks > 1 && plan.group_size <= kRowsPerWarp) {
-    scratch.narrow_by_sequence = p.num_sequences * kRowsPerWarp < rows;
-    const int64_t narrow_rows = scratch.narrow_by_sequence ? p.num_sequences * kRowsPerWarp : rows;
-    scratch.narrow_slots = narrow_rows * heads * scratch.most_narrow_chunks;
+  const int64_t groups = plan.narrow_rows / 8;
+  scratch.narrow_floats = static_cast<int32_t>(groups * (p.head_dim / 16 + 1) * 128);
+  scratch.most_leading = static_cast<int32_t>(std::min(most_chunks, divide_up64(most_items, host.num_blocks)));
+  host.narrow_floats = host.num_blocks * (int64_t{scratch.most_leading} + 1) * kWarps * scratch.narrow_floats;
+
+  const bool all_narrow =
+      p.query_form == AttentionQueryForm::kPadded && p.padded_query_length * plan.group_size <= plan.narrow_rows;
+  if (most_chunks == 1 || all_narrow || plan.rows_per_tile == plan.narrow_rows) return host;
+  scratch.most_wide_chunks = static_cast<int32_t>(most_chunks);
+  // A split sequence has fewer than wide_target_items tiles of all heads, so at most twice as many items.
+  const int64_t each = int64_t{2} * kWideRows * plan.wide_target_items;
+  const int64_t by_row = rows * heads * most_chunks;
+  const int64_t by_sequence = p.num_sequences * each;
+  scratch.wide_slots_each = by_sequence < by_row ? each : 0;
+  host.wide_slots = std::min(by_row, by_sequence);
+  if (host.wide_slots * (p.head_dim * 4 + 8) > kMostWideScratchBytes) {
+    plan.splits_wide = false;
+    host.wide_slots = 0;
   }
-  const int64_t wide_chunks = std::max<int64_t>(1, std::min(wanted, chunks_by_least));
-  scratch.most_wide_chunks = static_cast<int32_t>(wide_chunks);
-  int64_t wide_slots = 0;
-  if (wide_chunks > 1) {
-    // A split sequence has fewer than target_items tiles of all heads, so at most twice as many items.
-    const int64_t each = int64_t{2} * kWideRows * plan.target_items;
-    const int64_t by_row = rows * heads * wide_chunks;
-    const int64_t by_sequence = p.num_sequences * each;
-    scratch.wide_slots_each = by_sequence < by_row ? each : 0;
-    wide_slots = std::min(by_row, by_sequence);
-    if (wide_slots * slot_bytes > kMostWideScratchBytes) {
-      plan.splits_wide = false;
-      wide_slots = 0;
-    }
-    const bool all_narrow =
-        p.query_form == AttentionQueryForm::kPadded && p.padded_query_length * plan.group_size <= kRowsPerWarp;
-    if (all_narrow) wide_slots = 0;
-  }
-  host.num_slots = scratch.narrow_slots + wide_slots;
-  host.num_blocks =
-      (rows / kRowsPerWarp + p.num_sequences) * heads * std::max(scratch.most_narrow_chunks, scratch.most_wide_chunks);
   return host;
+}
+
+/// What most sequences have, by the average: lengths are known on the device only.
+RowKind main_kind(const AttentionProblem& p) {
+  const int64_t rows = divide_up64(p.num_query_rows, std::max<int64_t>(1, p.num_sequences)) * p.group_size();
+  return rows <= 8 ? RowKind::kEight : rows <= 16 ? RowKind::kSixteen : RowKind::kWide;
 }
 
 /// q and k of the same 16-bit type compute in it; 8-bit caches in f16.
@@ -82,6 +95,17 @@ Status visit_types(const AttentionProblem& p, Fn&& fn) {
     default:
       return fn.template operator()<__half, int8_t>();
   }
+}
+
+SplitResources resources_for(const AttentionProblem& p) {
+  SplitResources resources;
+  const Status status = visit_types(p, [&]<class Compute, class Kv>() {
+    return visit_values<64, 80, 96, 128, 192, 256>(p.head_dim, [&]<int kHeadDim>() {
+      resources = split_resources<Kv, kHeadDim>();
+      return Status::ok();
+    });
+  });
+  return status.is_ok() ? resources : SplitResources{};
 }
 
 }  // namespace
@@ -113,18 +137,24 @@ Status supports_split_kv(const AttentionProblem& p) {
 }
 
 int64_t split_kv_workspace_bytes(const AttentionProblem& problem) {
-  return kSemaphoreBytes + make_plan(problem).num_slots * (problem.head_dim * 4 + 8) + kWorkspaceAlignment;
+  const HostPlan host = make_plan(problem, resources_for(problem));
+  return kSemaphoreBytes + host.narrow_floats * 4 + host.wide_slots * (problem.head_dim * 4 + 8) + kWorkspaceAlignment;
 }
 
 Status split_kv(const AttentionProblem& problem, Workspace workspace, Stream stream) {
   if (problem.num_query_rows * problem.num_query_heads == 0) return Status::ok();
-  HostPlan host = make_plan(problem);
+  const SplitResources resources = resources_for(problem);
+  if (resources.num_blocks == 0)
+    return unsupported("attention: cuda_split_kv: too little shared memory for two stages");
+  HostPlan host = make_plan(problem, resources);
   host.scratch.semaphores = semaphores(workspace);
-  host.scratch.parts = static_cast<float*>(scratch(workspace));
-  host.scratch.sums = reinterpret_cast<float2*>(host.scratch.parts + host.num_slots * problem.head_dim);
+  host.scratch.narrow = static_cast<float*>(scratch(workspace));
+  host.scratch.wide = host.scratch.narrow + host.narrow_floats;
+  host.scratch.wide_sums = reinterpret_cast<float2*>(host.scratch.wide + host.wide_slots * problem.head_dim);
   return visit_types(problem, [&]<class Compute, class Kv>() {
     return visit_values<64, 80, 96, 128, 192, 256>(problem.head_dim, [&]<int kHeadDim>() {
-      return launch_split_kv<Compute, Kv, kHeadDim>(problem, host.plan, host.scratch, host.num_blocks, stream);
+      return launch_split_kv<Compute, Kv, kHeadDim>(problem, host.plan, host.scratch, main_kind(problem),
+                                                    host.num_blocks, resources.shared_bytes, stream);
     });
   });
 }

@@ -9,19 +9,33 @@
 
 namespace polyop::cuda {
 
-inline constexpr int kRowsPerWarp = 16;  // M of the matrix instruction
-inline constexpr int kKeysPerTile = 64;  // keys of one pipeline stage
-inline constexpr int kLeastChunk = 128;  // keys; below, joining the parts costs more than the parallelism gives
-inline constexpr int kMostChunk = 1024;  // keys of a narrow tile; above, the last wave of blocks gets long
-inline constexpr int kConsumerWarps = 4;
+inline constexpr int kWarps = 4;         // of a block
+inline constexpr int kKeysPerTile = 16;  // keys that one warp copies at a time: M of the matrix instruction
+inline constexpr int kKeysPerRound = kWarps * kKeysPerTile;
+inline constexpr int kRowsPerWarp = 16;  // of a wide tile
+inline constexpr int kLeastTileRows = 8;
+inline constexpr int kLeastChunk = 256;  // keys; below, joining the parts costs more than the parallelism gives
+
+inline constexpr int kMostStages = 4;
+
+/// Sequences of up to eight and up to sixteen rows (query row x head of one kv head), and of more.
+enum class RowKind : uint8_t { kEight, kSixteen, kWide };
 
 /// The host's part of the plan, the same for all sequences.
 struct SplitPlan {
   int32_t group_size = 1;      // G
-  int32_t rows_per_tile = 64;  // of a sequence with more than 16 rows; 16: wide tiles do not fit the registers
-  int32_t target_items = 132;  // row tiles x kv heads x chunks that fill the device
+  int32_t narrow_rows = 16;    // of a narrow tile: more do not fit the registers
+  int32_t rows_per_tile = 64;  // of a sequence with more than narrow_rows rows; narrow_rows: there are no wide tiles
+  int32_t target_items = 264;  // row tiles x kv heads x chunks of one sequence that fill the device
+  int32_t wide_target_items = 132;  // of wide tiles, whose parts are large
   int32_t num_stages = 2;
-  bool splits_wide = true;  // false: sequences of more than 16 rows are one chunk
+  int64_t row_bytes = 0;        // between rows of k, and of v
+  int64_t page_bytes = 0;       // between pages
+  uint32_t page_size = 0;       // R; 0: k and v are not paged
+  uint32_t num_pages = 0;       // P
+  int32_t page_shift = -1;      // of a page size that is a power of two
+  bool tiles_are_dense = true;  // sixteen keys from a multiple of sixteen on lie at equal distances
+  bool splits_wide = true;      // false: sequences of wide tiles are one chunk
 };
 
 __host__ __device__ inline int32_t divide_up(int32_t a, int32_t b) { return (a + b - 1) / b; }
@@ -29,10 +43,10 @@ __host__ __device__ inline int32_t divide_up(int32_t a, int32_t b) { return (a +
 /// Keys of one chunk of a sequence with `num_tiles` row tiles.
 __host__ __device__ inline int32_t chunk_keys(const SplitPlan& plan, int32_t num_kv_heads, int32_t num_tiles,
                                               bool narrow, int32_t kv_length) {
-  const int32_t wanted = narrow || plan.splits_wide ? divide_up(plan.target_items, num_kv_heads * num_tiles) : 1;
-  if (wanted <= 1) return divide_up(kv_length > 0 ? kv_length : 1, kKeysPerTile) * kKeysPerTile;
-  int32_t keys = divide_up(divide_up(kv_length, wanted), kKeysPerTile) * kKeysPerTile;
-  if (narrow && keys > kMostChunk) keys = kMostChunk;
+  const int32_t target = narrow ? plan.target_items : plan.wide_target_items;
+  const int32_t wanted = narrow || plan.splits_wide ? divide_up(target, num_kv_heads * num_tiles) : 1;
+  const int32_t rounds = divide_up(kv_length > 0 ? kv_length : 1, kKeysPerRound);
+  const int32_t keys = divide_up(rounds, wanted) * kKeysPerRound;
   return keys < kLeastChunk ? kLeastChunk : keys;
 }
 
@@ -54,16 +68,16 @@ __device__ inline SequenceItems read_items(const AttentionProblem& p, const Spli
   s.geometry = read_geometry(p, sequence, flags);
   s.num_rows = s.geometry.allotted * plan.group_size;
   if (s.num_rows == 0) return s;
-  const bool narrow = s.num_rows <= kRowsPerWarp;
-  s.tile_rows = narrow ? kRowsPerWarp : plan.rows_per_tile;
+  const bool narrow = s.num_rows <= plan.narrow_rows;
+  s.tile_rows = narrow ? plan.narrow_rows : plan.rows_per_tile;
   s.num_tiles = divide_up(s.num_rows, s.tile_rows);
   const auto heads = static_cast<int32_t>(p.num_kv_heads);
   s.chunk = chunk_keys(plan, heads, s.num_tiles, narrow, s.geometry.kv_length);
   // A semaphore for each tile and head; where they run out, one chunk needs none.
-  const int64_t semaphores = (sequence + (int64_t{s.geometry.row_begin} * plan.group_size) / kRowsPerWarp +
-                              divide_up(s.num_rows, kRowsPerWarp)) *
+  const int64_t semaphores = (sequence + (int64_t{s.geometry.row_begin} * plan.group_size) / kLeastTileRows +
+                              divide_up(s.num_rows, kLeastTileRows)) *
                              int64_t{heads};
-  if (semaphores > kNumSemaphores) s.chunk = divide_up(max(s.geometry.kv_length, 1), kKeysPerTile) * kKeysPerTile;
+  if (semaphores > kNumSemaphores) s.chunk = divide_up(max(s.geometry.kv_length, 1), kKeysPerRound) * kKeysPerRound;
   const int32_t begin = s.geometry.query_rows > 0 ? s.geometry.visible(p, 0).begin : 0;
   const int32_t end = s.geometry.query_rows > 0 ? s.geometry.visible(p, s.geometry.query_rows - 1).end : 0;
   s.first_chunk = begin / s.chunk;
@@ -72,127 +86,190 @@ __device__ inline SequenceItems read_items(const AttentionProblem& p, const Spli
   return s;
 }
 
-/// One piece of work: the rows of one tile against one chunk of one kv head.
-struct SplitItem {
+/// Chunks chunk_begin .. chunk_end - 1 of the rows of one tile and one kv head: what a block does in one go. Of a wide
+/// tile it is one chunk.
+struct SplitSegment {
   int32_t kv_head = 0;
-  int32_t chunk = 0;      // 0 .. num_chunks
-  int32_t row_begin = 0;  // first row of the tile in its sequence, in rows x G
-  int32_t key_begin = 0;  // first key that a row of the tile may see in the chunk
+  int32_t row_begin = 0;    // first row of the tile in its sequence, in rows x G
+  int32_t chunk_begin = 0;  // in 0 .. num_chunks
+  int32_t chunk_end = 0;
+  int32_t tile_item = 0;  // number of the tile's chunk 0 among all items
+  int32_t key_begin = 0;  // first key that a row of the tile may see in the chunks
   int32_t key_end = 0;
-  int32_t tile_begin = 0;  // key_begin rounded down to the stages' grid
+  int32_t tile_begin = 0;  // key_begin rounded down to the grid of rounds
+  bool is_final = false;   // of its block
 
-  [[nodiscard]] __device__ int32_t num_stages() const {
-    return key_end > key_begin ? divide_up(key_end - tile_begin, kKeysPerTile) : 0;
+  /// A round for each kWarps tiles of keys; one without keys when there are none.
+  [[nodiscard]] __device__ int32_t num_rounds() const {
+    return key_end > key_begin ? divide_up(key_end - tile_begin, kKeysPerRound) : 1;
   }
 };
 
-/// Walks the items [first, first + count) of the batch.
-class ItemCursor {
- public:
-  /// `sequence` holds item `local` of it as the first one.
-  __device__ ItemCursor(const AttentionProblem& p, const SplitPlan& plan, const AttentionFlags& flags, int32_t sequence,
-                        int32_t local, int32_t count)
-      : left_(count), local_(local) {
-    if (left_ <= 0) return;
-    items_ = read_items(p, plan, sequence, flags);
-    set_item(p, plan);
-  }
-
-  [[nodiscard]] __device__ bool done() const { return left_ <= 0; }
-  [[nodiscard]] __device__ bool is_final() const { return left_ == 1; }
-  [[nodiscard]] __device__ const SequenceItems& sequence() const { return items_; }
-  [[nodiscard]] __device__ const SplitItem& item() const { return item_; }
-
-  __device__ void advance(const AttentionProblem& p, const SplitPlan& plan, const AttentionFlags& flags) {
-    if (--left_ <= 0) return;
-    if (++local_ == items_.count) {
-      local_ = 0;
-      do {
-        items_ = read_items(p, plan, items_.geometry.sequence + 1, flags);
-      } while (items_.count == 0);
-    }
-    set_item(p, plan);
-  }
-
- private:
-  __device__ void set_item(const AttentionProblem& p, const SplitPlan& plan) {
-    const int32_t tile_head = local_ / items_.num_chunks;
-    item_.chunk = local_ - tile_head * items_.num_chunks;
-    const int32_t tile = tile_head / static_cast<int32_t>(p.num_kv_heads);
-    item_.kv_head = tile_head - tile * static_cast<int32_t>(p.num_kv_heads);
-    item_.row_begin = tile * items_.tile_rows;
-    const SequenceGeometry& g = items_.geometry;
-    const int32_t first = item_.row_begin / plan.group_size;
-    const int32_t last =
-        min(min(item_.row_begin + items_.tile_rows, items_.num_rows) - 1, g.query_rows * plan.group_size - 1) /
-        plan.group_size;
-    item_.key_begin = item_.key_end = 0;
-    if (first < g.query_rows && last >= first) {
-      const int32_t chunk_begin = (items_.first_chunk + item_.chunk) * items_.chunk;
-      const int32_t chunk_end = min(chunk_begin + items_.chunk, g.kv_length);
-      item_.key_begin = max(g.visible(p, first).begin, chunk_begin);
-      item_.key_end = min(g.visible(p, last).end, chunk_end);
-    }
-    item_.tile_begin = item_.key_begin / kKeysPerTile * kKeysPerTile;
-  }
-
-  int32_t left_;
-  int32_t local_;
-  SequenceItems items_;
-  SplitItem item_;
+/// A segment and the sequence that it belongs to.
+struct SplitWork {
+  SequenceItems sequence;
+  SplitSegment segment;
 };
 
-/// First item of a block and how many it takes: equal counts, the first blocks one more.
+/// The items of all sequences, in their order, are shared out: equal counts, the first blocks one more.
+struct ItemShares {
+  int32_t base = 0;
+  int32_t extra = 0;
+
+  [[nodiscard]] __device__ int32_t start(int32_t block) const { return block * base + min(block, extra); }
+  [[nodiscard]] __device__ int32_t count(int32_t block) const { return base + (block < extra ? 1 : 0); }
+  [[nodiscard]] __device__ int32_t block_of(int32_t item) const {
+    const int32_t larger = extra * (base + 1);  // items of the first blocks
+    return item < larger ? item / (base + 1) : extra + (item - larger) / base;
+  }
+};
+
+/// Where a block's share begins.
 struct BlockShare {
+  ItemShares all;
   int32_t sequence = 0;
-  int32_t local = 0;
-  int32_t count = 0;
+  int32_t local = 0;                      // item of the sequence
+  int32_t most_rows = 0;                  // of a sequence of the batch, in rows x G
+  int32_t least_rows = int32_t{1} << 30;  // of those that have any
 };
 
-/// Every warp computes it alone, with all lanes.
-__device__ inline BlockShare find_share(const AttentionProblem& p, const SplitPlan& plan, const AttentionFlags& flags) {
+/// A whole warp computes it. `kept` holds numbers of items from the first pass over the sequences to the second.
+__device__ inline BlockShare find_share(const AttentionProblem& p, const SplitPlan& plan, const AttentionFlags& flags,
+                                        int32_t* kept, int32_t most_kept) {
   const int lane = threadIdx.x % 32;
   const auto num_sequences = static_cast<int32_t>(p.num_sequences);
-  const auto count_of = [&](int32_t sequence) {
-    return sequence < num_sequences ? read_items(p, plan, sequence, flags).count : 0;
-  };
-  int32_t total = 0;
-  int32_t first_count = 0;  // of sequence `lane`: a second pass over up to 32 sequences reads nothing again
-  for (int32_t sequence = lane; sequence < num_sequences; sequence += 32) {
-    const int32_t count = count_of(sequence);
-    if (sequence == lane) first_count = count;
-    total += count;
-  }
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(0xffffffffu, total, step);
   const auto blocks = static_cast<int32_t>(gridDim.x);
   const auto block = static_cast<int32_t>(blockIdx.x);
-  const int32_t base = total / blocks;
-  const int32_t extra = total - base * blocks;
   BlockShare share;
-  share.count = base + (block < extra ? 1 : 0);
-  if (share.count == 0) return share;
-  const int32_t start = block * base + min(block, extra);
-  int32_t before = 0;
-  for (int32_t first = 0; first < num_sequences; first += 32) {
-    int32_t sum = first == 0 ? first_count : count_of(first + lane);
-    const int32_t own = sum;
+  int32_t total = 0;
+  int32_t before = 0;  // items of the sequences before `first`
+  for (int pass = 0; pass < 2; ++pass) {
+    const int32_t start = share.all.start(block);
+    for (int32_t first = 0; first < num_sequences; first += 32) {
+      const int32_t sequence = first + lane;
+      int32_t own = 0;
+      if (sequence < num_sequences) {
+        if (pass == 1 && sequence < most_kept) {
+          own = kept[sequence];
+        } else {
+          const SequenceItems items = read_items(p, plan, sequence, flags);
+          own = items.count;
+          share.most_rows = max(share.most_rows, items.num_rows);
+          if (items.num_rows > 0) share.least_rows = min(share.least_rows, items.num_rows);
+          if (sequence < most_kept) kept[sequence] = own;
+        }
+      }
+      if (pass == 0) {
+        total += own;
+        continue;
+      }
+      int32_t sum = own;
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int32_t other = __shfl_up_sync(0xffffffffu, sum, step);
-      if (lane >= step) sum += other;
+      for (int step = 1; step < 32; step *= 2) {
+        const int32_t other = __shfl_up_sync(0xffffffffu, sum, step);
+        if (lane >= step) sum += other;
+      }
+      const uint32_t reached = __ballot_sync(0xffffffffu, before + sum > start);
+      if (reached != 0) {
+        const int at = __ffs(static_cast<int>(reached)) - 1;
+        share.sequence = first + at;
+        share.local = start - before - __shfl_sync(0xffffffffu, sum - own, at);
+        return share;
+      }
+      before += __shfl_sync(0xffffffffu, sum, 31);
     }
-    const uint32_t reached = __ballot_sync(0xffffffffu, before + sum > start);
-    if (reached != 0) {
-      const int at = __ffs(static_cast<int>(reached)) - 1;
-      share.sequence = first + at;
-      share.local = start - before - __shfl_sync(0xffffffffu, sum - own, at);
-      return share;
+    if (pass == 1) break;
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+      total += __shfl_xor_sync(0xffffffffu, total, step);
+      share.most_rows = max(share.most_rows, __shfl_xor_sync(0xffffffffu, share.most_rows, step));
+      share.least_rows = min(share.least_rows, __shfl_xor_sync(0xffffffffu, share.least_rows, step));
     }
-    before += __shfl_sync(0xffffffffu, sum, 31);
+    share.all.base = total / blocks;
+    share.all.extra = total - share.all.base * blocks;
+    if (share.all.count(block) == 0) return share;
   }
-  share.count = 0;
   return share;
 }
+
+/// The block's segments in their order, in shared memory: one thread finds them some time before they are used.
+struct WorkQueue {
+  static constexpr int kSlots = 16;  // the ring is at most kMostStages rounds ahead
+
+  SplitWork slots[kSlots];
+  ItemShares shares;
+  int32_t left;          // items not yet found
+  int32_t found;         // segments
+  int32_t local;         // next item, in the sequence of the last segment found
+  int32_t rounds_ahead;  // of the segments found behind the one that is multiplied
+  int32_t most_rows;     // see BlockShare
+  int32_t least_rows;
+
+  [[nodiscard]] __device__ const SplitWork& at(int32_t index) const { return slots[index % kSlots]; }
+
+  /// Finds the next segment; items must be left.
+  __device__ void find_next(const AttentionProblem& p, const SplitPlan& plan, const AttentionFlags& flags) {
+    SplitWork& work = slots[found % kSlots];
+    SequenceItems s = slots[(found + kSlots - 1) % kSlots].sequence;
+    while (found == 0 ? s.count == 0 : local >= s.count) {
+      if (found > 0) local = 0;
+      s = read_items(p, plan, s.geometry.sequence + 1, flags);
+    }
+    work.sequence = s;
+    SplitSegment segment;
+    const auto num_kv_heads = static_cast<int32_t>(p.num_kv_heads);
+    const int32_t tile_head = local / s.num_chunks;
+    segment.chunk_begin = local - tile_head * s.num_chunks;
+    const int32_t count = s.tile_rows > plan.narrow_rows ? 1 : min(left, s.num_chunks - segment.chunk_begin);
+    segment.chunk_end = segment.chunk_begin + count;
+    segment.is_final = count == left;
+    const auto block = static_cast<int32_t>(blockIdx.x);
+    segment.tile_item = shares.start(block) + shares.count(block) - left - segment.chunk_begin;
+    const int32_t tile = tile_head / num_kv_heads;
+    segment.kv_head = tile_head - tile * num_kv_heads;
+    segment.row_begin = tile * s.tile_rows;
+    const SequenceGeometry& g = s.geometry;
+    const int32_t first = segment.row_begin / plan.group_size;
+    const int32_t last =
+        (min(min(segment.row_begin + s.tile_rows, s.num_rows), g.query_rows * plan.group_size) - 1) / plan.group_size;
+    if (first < g.query_rows && last >= first) {
+      segment.key_begin = max(g.visible(p, first).begin, (s.first_chunk + segment.chunk_begin) * s.chunk);
+      segment.key_end = min(g.visible(p, last).end, (s.first_chunk + segment.chunk_end) * s.chunk);
+    }
+    segment.tile_begin = segment.key_begin / kKeysPerRound * kKeysPerRound;
+    work.segment = segment;
+    ++found;
+    left -= count;
+    local += count;
+  }
+
+  /// One thread calls it before segment `index` is multiplied: those behind it get more rounds than the ring has
+  /// stages.
+  __device__ void look_ahead(const AttentionProblem& p, const SplitPlan& plan, const AttentionFlags& flags,
+                             int32_t index) {
+    if (index < found) rounds_ahead -= at(index).segment.num_rounds();
+    while (left > 0 && rounds_ahead <= plan.num_stages) {
+      find_next(p, plan, flags);
+      if (found - 1 > index) rounds_ahead += at(found - 1).segment.num_rounds();
+    }
+  }
+
+  /// Called by the first warp; the others see the queue after a barrier.
+  __device__ void start(const AttentionProblem& p, const SplitPlan& plan, const AttentionFlags& flags, int32_t* kept,
+                        int32_t most_kept) {
+    const BlockShare share = find_share(p, plan, flags, kept, most_kept);
+    if (threadIdx.x != 0) return;
+    SequenceItems& before = slots[kSlots - 1].sequence;  // find_next begins with the one that follows it
+    before.geometry.sequence = share.sequence - 1;
+    before.count = 0;
+    shares = share.all;
+    left = share.all.count(static_cast<int32_t>(blockIdx.x));
+    local = share.local;
+    found = rounds_ahead = 0;
+    most_rows = share.most_rows;
+    least_rows = share.least_rows;
+    look_ahead(p, plan, flags, 0);
+  }
+};
 
 }  // namespace polyop::cuda

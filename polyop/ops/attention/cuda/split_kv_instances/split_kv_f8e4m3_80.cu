@@ -2,7 +2,7 @@
 
 namespace polyop::cuda {
 
-template Status launch_split_kv<__half, Fp8, 80>(const AttentionProblem&, SplitPlan, const SplitScratch&, int64_t,
-                                                 Stream);
+template Status launch_split_kv<__half, Fp8, 80>(const AttentionProblem&, const SplitPlan&, const SplitScratch&,
+                                                 RowKind, int, int, Stream);
 
 }  // namespace polyop::cuda
