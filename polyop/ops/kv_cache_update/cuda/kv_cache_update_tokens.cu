@@ -18,6 +18,7 @@
 #include "polyop/cuda/convert.cuh"
 #include "polyop/cuda/error_flags.h"
 #include "polyop/cuda/launch.h"
+#include "polyop/cuda/ptx.cuh"
 #include "polyop/cuda/ragged.cuh"
 #include "polyop/cuda/vectors.cuh"
 #include "polyop/ops/kv_cache_update/kv_cache_update_problem.h"
@@ -48,9 +49,9 @@ class Divisor {
   [[nodiscard]] __device__ float divide(float x) const {
     if (!is_plain_) return __fdiv_rn(x, scale_);
     const float quotient = __fmul_rn(x, reciprocal_);
-    // Below 2^-60 the remainder could be rounded; all such quotients store as 0. Infinities have no remainder.
-    if (!(fabsf(quotient) > 0x1p-60f && fabsf(quotient) < 0x1p60f)) return quotient;
-    return fmaf(fmaf(-quotient, scale_, x), reciprocal_, quotient);
+    const float corrected = fmaf(fmaf(-quotient, scale_, x), reciprocal_, quotient);
+    // Infinities have no remainder. Below 2^-60 it may be rounded: all such quotients store as 0.
+    return fabsf(quotient) < 0x1p60f ? corrected : quotient;
   }
 
  private:
@@ -58,6 +59,21 @@ class Divisor {
   float reciprocal_ = 1.0f;
   bool is_plain_ = true;
 };
+
+/// Two values as from_float rounds them, in one conversion.
+template <class Cache>
+__device__ Vector<Cache, 2> from_floats(float first, float second) {
+  Vector<Cache, 2> pair;
+  if constexpr (std::is_same_v<Cache, Fp8>) {
+    const __nv_fp8x2_storage_t bits = __nv_cvt_float2_to_fp8x2({first, second}, __NV_SATFINITE, __NV_E4M3);
+    pair.values[0].bits = static_cast<uint8_t>(bits & 0xff);
+    pair.values[1].bits = static_cast<uint8_t>(bits >> 8);
+  } else {
+    pair.values[0] = round_to_int8(first);
+    pair.values[1] = round_to_int8(second);
+  }
+  return pair;
+}
 
 /// Where a token's row stands in the cache.
 struct CacheRow {
@@ -140,9 +156,18 @@ __global__ void __launch_bounds__(kThreads)
       if constexpr (kQuantizes) {
         const Divisor divisor(plane.scale == nullptr ? 1.0f : plane.scale[head[i] * plane.scale_stride]);
         Vector<Cache, kWidth> stored;
+        if constexpr (kWidth % 2 == 0) {
 #pragma unroll
-        for (int j = 0; j < kWidth; ++j) {
-          stored.values[j] = from_float<Cache>(divisor.divide(to_float(data[i].values[j])));
+          for (int j = 0; j < kWidth; j += 2) {
+            const auto pair = from_floats<Cache>(divisor.divide(to_float(data[i].values[j])),
+                                                 divisor.divide(to_float(data[i].values[j + 1])));
+            *reinterpret_cast<Vector<Cache, 2>*>(&stored.values[j]) = pair;
+          }
+        } else {
+#pragma unroll
+          for (int j = 0; j < kWidth; ++j) {
+            stored.values[j] = from_float<Cache>(divisor.divide(to_float(data[i].values[j])));
+          }
         }
         store_vector(address, stored);
       } else {
