@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
 from small_calls import example
+from test_sweep import BOUNDS, HINTS, exact, run
 
 from polyop import ops
 from polyop.ops.generate import TORCH_DTYPES, split_parameters
+from polyop.testing import assert_within_bound
+from polyop.testing.sweep import calls
 
 REFUSALS = (ValueError, NotImplementedError)
 
@@ -179,6 +184,48 @@ def test_outputs_that_share_memory_with_another_operand(name, operand):
             assert operand in text or other.name in text, text
 
 
+# ---- extents of zero -------------------------------------------------------------------------------------------------
+
+
+SYMBOLS = [(name, symbol) for name, hints in HINTS.items() for symbol in hints.extents]
+
+
+@pytest.mark.parametrize(("name", "symbol"), SYMBOLS)
+def test_zero_of_every_symbol(name, symbol):
+    """Equal to the reference, or refused by the operator's name."""
+    hints = dataclasses.replace(HINTS[name], extents=HINTS[name].extents | {symbol: (0, 0)})
+    schema, function, reference = ops.SCHEMAS[name], getattr(ops, name), ops.with_kernel(name, "reference")
+
+    @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @given(calls(schema, hints))
+    def check(call):
+        wanted = None
+        try:
+            wanted = run(reference, schema, call, list(ops.output_function(name)(**call.arguments)))
+            got = run(function, schema, call, list(ops.output_function(name)(**call.arguments)))
+        except REFUSALS as error:
+            assert wanted is None and str(error).startswith(f"{name}: "), str(error)
+            return
+        for operand, guarded in got.items():
+            guarded.assert_surroundings_intact(operand)
+            bound = BOUNDS.get(name, exact)(call, wanted[operand].tensor)
+            assert_within_bound(guarded.tensor, wanted[operand].tensor, bound, operand)
+
+    check()
+
+
+@pytest.mark.parametrize(("name", "operand"), OPERANDS)
+def test_zero_on_one_axis_of_one_operand(name, operand):
+    arguments = keywords(name)
+    tensor = arguments.get(operand)
+    for axis in range(0 if tensor is None else tensor.dim()):
+        empty = tensor.narrow(axis, 0, 0)
+        try:
+            getattr(ops, name)(**arguments | {operand: empty})
+        except REFUSALS as error:
+            assert str(error).startswith(f"{name}: "), str(error)
+
+
 # ---- types -----------------------------------------------------------------------------------------------------------
 
 
@@ -223,7 +270,7 @@ def test_tensors_that_dlpack_cannot_carry(name, operand):
     tensor = tensor_of(arguments, operand)
     refused(name, operand, "is on meta, wanted cpu or cuda", arguments | {operand: tensor.to("meta")})
     if tensor.dim() > 0:
-        sparse = torch.sparse_coo_tensor(torch.zeros(tensor.dim(), 0), torch.zeros(0, dtype=tensor.dtype), tensor.shape)
+        sparse = torch.zeros(tensor.shape, dtype=tensor.dtype, layout=torch.sparse_coo)
         refused(name, operand, "has layout sparse_coo, wanted strided", arguments | {operand: sparse})
     fixed = np.zeros(tensor.shape, np.float32)
     fixed.flags.writeable = False
