@@ -56,8 +56,8 @@ def test_fp8_cache_whose_values_are_narrower_than_its_keys():
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize("rows", [1, 20])
 def test_merge_of_empty_states(threads, dtype, rows):
-    """flashinfer #4051, vLLM PR 39148: merging two states without a key (0, -inf) gave NaN. Chunks of a long row meet as
-    such states when all their scores are -inf."""
+    """flashinfer #4051, vLLM PR 39148: merging two states without a key (0, -inf) gave NaN. Chunks of a long row meet
+    as such states when all their scores are -inf."""
     call = AttentionCall([(rows, 1300)], dtype=dtype, causal="none", head_dim=16, kv_form="padded")
     call.arguments["q"][:rows] = 1.0
     keys = call.arguments["k"]
@@ -250,7 +250,7 @@ def test_more_than_two_to_the_31_elements_by_stride_zero(stays_small):
 
 
 def test_padding_rows_are_skipped_before_anything_is_read():
-    """aiter PR 3235, pegainfer #253: slot -1 in the padding rows of a captured graph led to a read outside of the table."""
+    """aiter PR 3235, pegainfer #253: slot -1 in the padding rows of a captured graph led to a read past the table."""
     for kernel in (name[4:] for name in ops.kernel_names("qk_norm_rope_append") if name.startswith("cpu:")):
         append = ops.with_kernel("qk_norm_rope_append", kernel)
         heads = {"q": torch.randn(5, 4, 16), "k": torch.randn(5, 2, 16), "v": torch.randn(5, 2, 16)}
@@ -278,8 +278,8 @@ def test_padding_rows_are_skipped_before_anything_is_read():
 @pytest.mark.parametrize("group", [16, 32, 64, 100, 128, 256])
 @pytest.mark.parametrize("depth", [8256, 13696, 27392 // 8, 1000, 104, 33, 15, 1])
 def test_depths_and_groups_off_the_usual_ones(kernel, group, depth):
-    """llm-awq #21, llm-compressor #1489, lmdeploy #1560, ik_llama.cpp #2141: another group than 128, K = 8256 or 27392 in
-    shards, K not divisible by 256: silent errors, NaN, or no kernel. llama.cpp #16479: no alignment may be assumed."""
+    """llm-awq #21, llm-compressor #1489, lmdeploy #1560, ik_llama.cpp #2141: another group than 128, K = 8256 or 27392
+    in shards, K not divisible by 256: silent errors, NaN, or no kernel. llama.cpp #16479: no alignment is assumed."""
     rng = np.random.default_rng(depth)
     columns = 70
     weights = rng.integers(0, 16, (columns, depth), dtype=np.uint8)

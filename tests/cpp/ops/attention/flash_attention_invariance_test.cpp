@@ -82,6 +82,23 @@ TEST(AttentionInvariance_Cpu, Threads) {
   pool.set_num_threads(before);
 }
 
+TEST(AttentionInvariance_Cpu, RowKernel_Threads) {
+  cpu::ThreadPool& pool = cpu::ThreadPool::shared();
+  const int before = pool.num_threads();
+  const auto run_rows = [](DType dtype) {
+    return AttentionMemory(case_of(kBatch, dtype), dtype).run(cpu::row_attention, cpu::row_attention_workspace_bytes);
+  };
+  for (DType dtype : {DType::kF32, DType::kBF16}) {
+    pool.set_num_threads(1);
+    const AttentionResult wanted = run_rows(dtype);
+    for (int threads : {2, 3}) {
+      pool.set_num_threads(threads);
+      expect_same(run_rows(dtype), wanted, std::to_string(threads));
+    }
+  }
+  pool.set_num_threads(before);
+}
+
 TEST(AttentionInvariance_Cpu, PrefillChunksAndDecodeStepsAgree) {
   on_every_flash_kernel([] {
     constexpr int64_t kLength = 600;
