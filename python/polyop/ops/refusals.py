@@ -1,7 +1,7 @@
 """Errors of operands that never reach the compiled module, by the operand's name.
 
-The border to C++ is DLPack. What it cannot carry (tensors without memory, sparse ones, read-only arrays) fails in torch,
-NumPy or tvm-ffi with a text that knows neither operator nor operand.
+The border to C++ is DLPack. What it cannot carry (tensors without memory, sparse ones, read-only arrays) fails in
+torch, NumPy or tvm-ffi with a text that knows neither operator nor operand.
 """
 
 from __future__ import annotations

@@ -28,10 +28,10 @@ MARGIN = 64  # bytes of it on either side
 class Hints:
     """What a schema leaves open and a useful sweep must narrow.
 
-    extents: symbol -> (least, most); attributes: name -> values to choose from; lists: name -> strategy of an int list;
-    distinct: integer operands whose used entries must differ from each other (pages that are written); repairs: operand
-    -> function that brings its drawn values in line with constraints between operands; dtypes: operand -> dtypes to choose
-    from among those that the schema admits.
+    extents: symbol -> (least, most); attributes: name -> values to choose from; lists: name -> strategy of an int
+    list; distinct: integer operands whose used entries must differ from each other (pages that are written); repairs:
+    operand -> function that brings its drawn values in line with constraints between operands; dtypes: operand ->
+    dtypes to choose from among those that the schema admits.
     """
 
     extents: dict[str, tuple[int, int]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Input that no caller should pass, for every operator: the right result, or a refusal that names operator and operand."""
+"""Input that no caller should pass, for every operator: the right result, or a refusal that names the operand."""
 
 from __future__ import annotations
 

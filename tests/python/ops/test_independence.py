@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -214,7 +215,7 @@ def test_appends_of_a_sequence_alone_and_to_other_pages(name, kernel):
                 appended(cache, a, number[row], row) for cache in prepared.in_place[:2] for row in range(len(number))
             ]
             offsets = a["update_offsets"].tolist()
-            rows = [r[i:j].numpy().tobytes() for r in results[2:] for i, j in zip(offsets, offsets[1:], strict=False)]
+            rows = [r[i:j].numpy().tobytes() for r in results[2:] for i, j in pairwise(offsets)]
             return [caches[: len(number)], caches[len(number) :], *([rows] if rows else [])]
 
         batch = list(range(len(TOKENS)))
