@@ -46,8 +46,11 @@ class Divisor {
     is_plain_ = fabsf(scale) > 0x1p-60f && fabsf(scale) < 0x1p60f;
   }
 
+  [[nodiscard]] __device__ bool is_plain() const { return is_plain_; }
+
+  template <bool kIsPlain>
   [[nodiscard]] __device__ float divide(float x) const {
-    if (!is_plain_) return __fdiv_rn(x, scale_);
+    if constexpr (!kIsPlain) return __fdiv_rn(x, scale_);
     const float quotient = __fmul_rn(x, reciprocal_);
     const float corrected = fmaf(fmaf(-quotient, scale_, x), reciprocal_, quotient);
     // Infinities have no remainder. Below 2^-60 it may be rounded: all such quotients store as 0.
@@ -73,6 +76,26 @@ __device__ Vector<Cache, 2> from_floats(float first, float second) {
     pair.values[1] = round_to_int8(second);
   }
   return pair;
+}
+
+/// data / scale, rounded. kIsPlain: as the divisor says; once for a vector, so that its elements share no branches.
+template <bool kIsPlain, class Cache, class Update, int kWidth>
+__device__ Vector<Cache, kWidth> quantize(const Vector<Update, kWidth>& data, const Divisor& divisor) {
+  Vector<Cache, kWidth> stored;
+  if constexpr (kWidth % 2 == 0) {
+#pragma unroll
+    for (int j = 0; j < kWidth; j += 2) {
+      const auto pair = from_floats<Cache>(divisor.divide<kIsPlain>(to_float(data.values[j])),
+                                           divisor.divide<kIsPlain>(to_float(data.values[j + 1])));
+      *reinterpret_cast<Vector<Cache, 2>*>(&stored.values[j]) = pair;
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      stored.values[j] = from_float<Cache>(divisor.divide<kIsPlain>(to_float(data.values[j])));
+    }
+  }
+  return stored;
 }
 
 /// Where a token's row stands in the cache.
@@ -155,20 +178,8 @@ __global__ void __launch_bounds__(kThreads)
       Cache* address = to + head[i] * plane.cache_head_stride + channel[i];
       if constexpr (kQuantizes) {
         const Divisor divisor(plane.scale == nullptr ? 1.0f : plane.scale[head[i] * plane.scale_stride]);
-        Vector<Cache, kWidth> stored;
-        if constexpr (kWidth % 2 == 0) {
-#pragma unroll
-          for (int j = 0; j < kWidth; j += 2) {
-            const auto pair = from_floats<Cache>(divisor.divide(to_float(data[i].values[j])),
-                                                 divisor.divide(to_float(data[i].values[j + 1])));
-            *reinterpret_cast<Vector<Cache, 2>*>(&stored.values[j]) = pair;
-          }
-        } else {
-#pragma unroll
-          for (int j = 0; j < kWidth; ++j) {
-            stored.values[j] = from_float<Cache>(divisor.divide(to_float(data[i].values[j])));
-          }
-        }
+        const Vector<Cache, kWidth> stored =
+            divisor.is_plain() ? quantize<true, Cache>(data[i], divisor) : quantize<false, Cache>(data[i], divisor);
         store_vector(address, stored);
       } else {
         store_vector(address, data[i]);

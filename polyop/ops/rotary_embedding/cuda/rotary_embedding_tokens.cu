@@ -22,7 +22,8 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
-constexpr int kHeadsPerLane = 4;
+constexpr int kHeadsPerLane = 2;  // few registers and many warps: a warp mostly waits
+constexpr int kBlocksWanted = 7;  // on a multiprocessor
 
 // ---- device helpers -------------------------------------------------------------------------------------------------
 
@@ -47,13 +48,33 @@ __device__ inline void rotate(float x1, float x2, float c, float s, float* y1, f
   *y2 = fmaf(x2, c, __fmul_rn(x1, s));
 }
 
+/// kWidth neighbouring cosines or sines, in 16-byte accesses when `wide`: kWidth is a multiple of four.
+template <int kWidth>
+__device__ void load_angles(const float* from, bool wide, float (&angles)[kWidth]) {
+  static_assert(kWidth % 4 == 0);
+  if (wide) {
+#pragma unroll
+    for (int j = 0; j < kWidth; j += 4) {
+      const float4 four = __ldg(reinterpret_cast<const float4*>(from + j));
+      angles[j] = four.x;
+      angles[j + 1] = four.y;
+      angles[j + 2] = four.z;
+      angles[j + 3] = four.w;
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) angles[j] = __ldg(from + j);
+  }
+}
+
 // ---- kernels --------------------------------------------------------------------------------------------------------
 
 // A lane's slot in a head: half-split, the kWidth pairs from channel slot * kWidth on; interleaved, kWidth pairs in
 // 2 * kWidth neighbours; slots behind the rotary part copy 2 * kWidth channels. kWidth is half of what 32 bytes hold.
 template <class T, int kWidth, bool kInterleaved>
-__global__ void __launch_bounds__(kThreads)
-    rotary_vectors_kernel(const RotaryEmbeddingProblem p, ErrorFlag position_flag, int64_t pieces_per_token) {
+__global__ void __launch_bounds__(kThreads, kBlocksWanted)
+    rotary_vectors_kernel(const RotaryEmbeddingProblem p, ErrorFlag position_flag, int64_t pieces_per_token,
+                          bool wide_angles) {
   const int lane = threadIdx.x % 32;
   const auto num_heads = p.heads[0].num_heads + (p.num_inputs > 1 ? p.heads[1].num_heads : 0);
   const int slots = static_cast<int>(p.head_dim / (2 * kWidth));
@@ -91,9 +112,10 @@ __global__ void __launch_bounds__(kThreads)
     float c[kWidth];
     float s[kWidth];
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      c[j] = rotates ? __ldg(cosines + slot * kWidth + j) : 1.0f;
-      s[j] = rotates ? __ldg(sines + slot * kWidth + j) : 0.0f;
+    for (int j = 0; j < kWidth; ++j) c[j] = s[j] = 0.0f;
+    if (rotates) {
+      load_angles(cosines + slot * kWidth, wide_angles, c);
+      load_angles(sines + slot * kWidth, wide_angles, s);
     }
 #pragma unroll
     for (int i = 0; i < kHeadsPerLane; ++i) {
@@ -191,10 +213,13 @@ Status launch(const RotaryEmbeddingProblem& p, Stream stream) {
   const int64_t heads_per_piece = std::max<int64_t>(1, 32 / slots) * kHeadsPerLane;
   const int64_t pieces = (num_heads + heads_per_piece - 1) / heads_per_piece;
   const auto blocks = static_cast<unsigned>(blocks_for(p.num_tokens * pieces, kWarps, kMostBlocks));
+  AccessWidth angles;
+  angles.address(p.cos_sin).distance(p.cos_sin_stride * 4).distance(p.rotary_dim / 2 * 4);
+  const bool wide_angles = angles.widest() == 16;
   if (p.interleaved) {
-    rotary_vectors_kernel<T, kWidth, true><<<blocks, kThreads, 0, stream_of(stream)>>>(p, flag, pieces);
+    rotary_vectors_kernel<T, kWidth, true><<<blocks, kThreads, 0, stream_of(stream)>>>(p, flag, pieces, wide_angles);
   } else {
-    rotary_vectors_kernel<T, kWidth, false><<<blocks, kThreads, 0, stream_of(stream)>>>(p, flag, pieces);
+    rotary_vectors_kernel<T, kWidth, false><<<blocks, kThreads, 0, stream_of(stream)>>>(p, flag, pieces, wide_angles);
   }
   return launch_status("rotary_embedding: cuda_tokens");
 }
