@@ -126,7 +126,7 @@ def measure_attention(timer: Timer) -> Iterator[Measurement]:
         torch.cuda.empty_cache()
 
 
-# ---- the copies: circular_pad, kv_cache_update, rotary_embedding -----------------------------------------------------
+# ---- the copies: circular_pad, kv_cache_update, rotary_embedding, qk_norm_rope_append --------------------------------
 
 
 def measure_circular_pad(timer: Timer) -> Iterator[Measurement]:
@@ -213,6 +213,45 @@ def measure_rotary_embedding(timer: Timer) -> Iterator[Measurement]:
         )
 
 
+def measure_qk_norm_rope_append(timer: Timer) -> Iterator[Measurement]:
+    """Rotation and append in one launch, beside the two calls that it joins."""
+    heads, kv_heads, width, page = 32, 8, 128, 16
+    for tokens, batch in [(1, 1), (64, 64), (4096, 4), (65536, 16)]:
+        each = tokens // batch
+        q = torch.randn(tokens, heads, width, device="cuda", dtype=BF16)
+        k, v = torch.randn(2, tokens, kv_heads, width, device="cuda", dtype=BF16).unbind()
+        pages_each = -(-each // page) + 1
+        joined = torch.zeros(2, batch * pages_each, page, kv_heads, width, device="cuda", dtype=BF16)
+        apart = torch.zeros_like(joined)
+        table = torch.randperm(batch * pages_each, device="cuda").to(torch.int32).view(batch, pages_each)
+        offsets = torch.arange(batch + 1, dtype=torch.int32, device="cuda") * each
+        start = torch.full((batch,), 3, dtype=torch.int32, device="cuda")
+        positions = (3 + torch.arange(each, device="cuda", dtype=torch.int32)).repeat(batch)
+        angles = torch.arange(each + 3, device="cuda")[:, None] * 10000.0 ** (-torch.arange(64, device="cuda") / 64)
+        cos_sin = torch.cat([angles.cos(), angles.sin()], 1)
+        q_out, q_apart, k_apart = torch.empty_like(q), torch.empty_like(q), torch.empty_like(k)
+        place = {"page_table": table, "write_positions": start}
+
+        def ours(q=q, k=k, v=v, cache=joined, cos_sin=cos_sin, offsets=offsets, place=place, q_out=q_out):
+            ops.qk_norm_rope_append(q, k, v, cache[0], cache[1], cos_sin, offsets, **place, q_out=q_out)
+
+        def two_calls(
+            q=q, k=k, v=v, cache=apart, cos_sin=cos_sin, ids=positions, offsets=offsets, place=place,
+            q_out=q_apart, k_out=k_apart,
+        ):  # fmt: skip
+            ops.rotary_embedding(q, k, cos_sin, ids, q_out=q_out, k_out=k_out)
+            ops.kv_cache_update(cache[0], cache[1], k_out, v, update_offsets=offsets, **place)
+
+        ours()
+        two_calls()
+        require_close("qk_norm_rope_append: q", q_out, q_apart, 1e-2)
+        require_close("qk_norm_rope_append: cache", joined, apart, 1e-2)
+        moved = 2 * (q.numel() + k.numel() + v.numel()) * 2
+        case = f"T={tokens} B={batch} Hq={heads} Hkv={kv_heads} D={width} page={page} bfloat16"
+        times = timer.time({"polyop": ours, "two calls": two_calls}, moved)
+        yield Measurement("qk_norm_rope_append", case, moved, times)
+
+
 # ---- main ------------------------------------------------------------------------------------------------------------
 
 
@@ -238,7 +277,13 @@ def main() -> None:
     report = {"environment": environment(), "clocks_before": clocks(), "copy_bandwidth": timer.copy_bandwidth()}
     print(f"copy {report['copy_bandwidth'] / 1e12:.2f} TB/s", flush=True)
     measurements: list[Measurement] = []
-    for measure in (measure_circular_pad, measure_kv_cache_update, measure_rotary_embedding, measure_attention):
+    for measure in (
+        measure_circular_pad,
+        measure_kv_cache_update,
+        measure_rotary_embedding,
+        measure_qk_norm_rope_append,
+        measure_attention,
+    ):
         for measurement in measure(timer):
             measurements.append(measurement)
             show(measurement)
