@@ -146,8 +146,7 @@ def _silu_and_multiply(gate_up: torch.Tensor, row_ranges: RowRanges) -> torch.Te
     The exponential has a vector and a scalar form in torch that round differently; which elements get which depends on
     how many there are. So silu, too, runs for each sequence on its own. The product rounds the same in every form.
     """
-    num_features = gate_up.shape[1] // 2
-    gate, up = gate_up[:, :num_features], gate_up[:, num_features:]
+    gate, up = gate_up.chunk(2, dim=1)
     if len(row_ranges) == 1:
         return F.silu(gate).mul_(up)
     return torch.cat([F.silu(gate[start:stop]) for start, stop in row_ranges]).mul_(up)
