@@ -50,17 +50,17 @@ void AmxEngine::score_many_rows(const TaskRun& run, const RowBlock& rows) const 
                .depth_bytes = kAmxDepth * sizeof(uint16_t)};
   q.set_tiles(scratch_.q + rows.begin * run.padded_dim, kAmxRows * row_bytes);
   AmxOperand k{.tiles = {},
-               .row_bytes = kKeysPerTile * sizeof(uint32_t),
+               .row_bytes = kAmxRows * sizeof(uint32_t),
                .piece_bytes = 0,
-               .depth_bytes = kAmxDepth / 2 * kKeysPerTile * sizeof(uint32_t)};
+               .depth_bytes = kAmxDepth / 2 * kAmxRows * sizeof(uint32_t)};
+  const int64_t tile_words = kAmxRows * run.padded_dim / 2;
   const IndexRange keys = rows.padded_keys();
   for (int64_t j = keys.begin; j < keys.end; j += kAmxDepth) {
-    const int64_t tile = j / kKeysPerTile * kKeysPerTile;
-    k.set_tiles(scratch_.k_words + tile * run.padded_dim / 2 + (j - tile), kAmxRows * sizeof(uint32_t));
+    k.set_tiles(scratch_.k_words + j / kAmxRows * tile_words, tile_words * static_cast<int64_t>(sizeof(uint32_t)));
     if (rows.count > kAmxRows) {
-      multiply_tiles<2, 2>(q, k, precision_.query, blocks, scratch_.scores + j, kScoreStride);
+      multiply_by_two<2>(q, k, precision_.query, blocks, scratch_.scores + j, kScoreStride);
     } else {
-      multiply_tiles<1, 2>(q, k, precision_.query, blocks, scratch_.scores + j, kScoreStride);
+      multiply_by_two<1>(q, k, precision_.query, blocks, scratch_.scores + j, kScoreStride);
     }
   }
 }
@@ -96,7 +96,7 @@ void AmxEngine::score_few_rows(const TaskRun& run, const RowBlock& rows, int64_t
       }
       k.set_tiles(scratch_.kv_rows, kAmxRows * k.row_bytes);
     }
-    multiply_tiles<4, 1>(k, q, precision_.query, dim / kAmxDepth, scratch_.key_scores, kFewRows);
+    multiply_four(k, q, precision_.query, dim / kAmxDepth, scratch_.key_scores, kFewRows);
     for (int64_t j = 0; j < kKeysPerTile; j += kAmxRows) {
       const F32 d;
       const std::byte* from[kAmxRows];
@@ -171,15 +171,18 @@ void AmxEngine::accumulate_many_rows(const TaskRun& run, const RowBlock& rows) c
   const int64_t dim = round_up_to_depth(run.problem.value_head_dim);
   const IndexRange keys = rows.padded_keys();
   AmxOperand weights = weight_operand(keys.begin);
-  const int64_t row_bytes = run.padded_dim * static_cast<int64_t>(sizeof(uint32_t));
-  AmxOperand v{.tiles = {}, .row_bytes = row_bytes, .piece_bytes = 0, .depth_bytes = kAmxDepth / 2 * row_bytes};
+  AmxOperand v{.tiles = {},
+               .row_bytes = kAmxRows * sizeof(uint32_t),
+               .piece_bytes = 0,
+               .depth_bytes = kAmxDepth / 2 * kAmxRows * sizeof(uint32_t)};
   for (int64_t column = 0; column < dim; column += 2 * kAmxRows) {
-    v.set_tiles(scratch_.v_pairs + keys.begin / 2 * run.padded_dim + column, kAmxRows * sizeof(uint32_t));
+    v.set_tiles(scratch_.v_pairs + column / kAmxRows * kPairTileStride + keys.begin / 2 * kAmxRows,
+                kPairTileStride * sizeof(uint32_t));
     float* sums = run.state.chunk_out + column;
     if (rows.count > kAmxRows) {
-      multiply_tiles<2, 2>(weights, v, precision_.weight, keys.size() / kAmxDepth, sums, run.padded_dim);
+      multiply_by_two<2>(weights, v, precision_.weight, keys.size() / kAmxDepth, sums, run.padded_dim);
     } else {
-      multiply_tiles<1, 2>(weights, v, precision_.weight, keys.size() / kAmxDepth, sums, run.padded_dim);
+      multiply_by_two<1>(weights, v, precision_.weight, keys.size() / kAmxDepth, sums, run.padded_dim);
     }
   }
   for (int64_t i = 0; i < rows.count; ++i) restore_columns(run.state.chunk_out + i * run.padded_dim, dim);
@@ -206,7 +209,7 @@ void AmxEngine::accumulate_few_rows(const TaskRun& run, const RowBlock& rows, in
         for (int64_t i = 0; i < kAmxDepth; i += 2) {
           const std::byte* const* pair = gathered.rows + (j - tile) + i;
           const int64_t offset = column * static_cast<int64_t>(sizeof(uint16_t));
-          pack_pair(pair[0] + offset, pair[1] + offset, j + i, column, width, words + i / 2 * kValueColumns);
+          pack_pair(pair[0] + offset, pair[1] + offset, j + i, column, width, words + i / 2 * kValueColumns, kAmxRows);
         }
         if (width == kValueColumns) {
           multiply_block<4>(weights, block, precision_.weight, words, kValueColumns);

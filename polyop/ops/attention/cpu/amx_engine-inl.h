@@ -25,6 +25,8 @@ constexpr int64_t kFewRows = kAmxRows;
 // Rows of scores lie a line more than a power of two apart, which would put them into few sets of the cache.
 constexpr int64_t kScoreStride = kKeysPerChunk + kAmxRows;
 constexpr int64_t kWeightStride = kKeysPerChunk + kAmxDepth;
+// Words from a tile of 16 columns of paired values to the next: the pairs of a chunk, and a line against aliasing.
+constexpr int64_t kPairTileStride = (kKeysPerChunk / 2 + 1) * kAmxRows;
 constexpr int64_t kMaxRows = 384;
 static_assert(kKeysPerTile % kAmxDepth == 0 && kKeysPerTile == 4 * kAmxRows);
 
@@ -60,8 +62,8 @@ struct AmxScratch {
   uint16_t* q;               // (pieces, rows, Dp)
   uint32_t* q_words;         // (pieces, Dp / 2, 16): the right operand of few rows
   uint16_t* kv_rows;         // (kKeysPerTile, Dp) copies of keys or values that the tiles cannot read in place
-  uint32_t* k_words;         // (kKeysPerChunk / kKeysPerTile, Dp / 2, kKeysPerTile)
-  uint32_t* v_pairs;         // (kKeysPerChunk / 2, Dp), many rows
+  uint32_t* k_words;         // (kKeysPerChunk / 16, Dp / 2, 16): a tile is 1 KiB in a row
+  uint32_t* v_pairs;         // (Dp / 16, kPairTileStride): a tile likewise; many rows
   uint32_t* v_block;         // (2, kAmxDepth / 2, kValueColumns), few rows
   float* key_scores;         // (kKeysPerTile, 16): scores of few rows, keys first
   float* scores;             // (kRowBlock, kScoreStride)
@@ -79,7 +81,7 @@ inline AmxScratch take_scratch(ScratchCutter& memory, const AmxPrecision& precis
   scratch.q_words = memory.take<uint32_t>(precision.query * padded_dim / 2 * kFewRows);
   scratch.kv_rows = memory.take<uint16_t>(kKeysPerTile * padded_dim);
   scratch.k_words = memory.take<uint32_t>(padded_dim / 2 * kKeysPerChunk);
-  scratch.v_pairs = memory.take<uint32_t>(kKeysPerChunk / 2 * padded_dim);
+  scratch.v_pairs = memory.take<uint32_t>(padded_dim / kAmxRows * kPairTileStride);
   scratch.v_block = memory.take<uint32_t>(kAmxDepth * kValueColumns);
   scratch.key_scores = memory.take<float>(kKeysPerTile * kFewRows);
   scratch.scores = memory.take<float>(kRowBlock * kScoreStride);
@@ -180,7 +182,7 @@ class AmxEngine {
   void pack_keys(const TaskRun& run, int64_t chunk_begin) const;
   void pack_values(const TaskRun& run, int64_t chunk_begin);
   void pack_pair(const std::byte* even, const std::byte* odd, int64_t key, int64_t column, int64_t width,
-                 uint32_t* words);
+                 uint32_t* words, int64_t tile_stride);
   void score_many_rows(const TaskRun& run, const RowBlock& rows) const;
   void score_few_rows(const TaskRun& run, const RowBlock& rows, int64_t chunk_begin) const;
   void score_specials(const TaskRun& run, const RowBlock& rows, int64_t chunk_begin) const;
@@ -272,9 +274,8 @@ inline void AmxEngine::pack_keys(const TaskRun& run, int64_t chunk_begin) const 
   for (int64_t tile = keys.begin / kKeysPerTile * kKeysPerTile; tile < keys.end; tile += kKeysPerTile) {
     TileRows gathered;
     gather(run, run.problem.k, run.problem.head_dim, chunk_begin, tile, &gathered);
-    uint32_t* words = scratch_.k_words + tile * run.padded_dim / 2;
     for (int64_t j = 0; j < kKeysPerTile; j += kAmxRows) {
-      transpose_row_words(gathered.rows + j, dim, words + j, kKeysPerTile);
+      transpose_row_words(gathered.rows + j, dim, scratch_.k_words + (tile + j) * run.padded_dim / 2, kAmxRows);
     }
   }
 }
@@ -282,15 +283,15 @@ inline void AmxEngine::pack_keys(const TaskRun& run, int64_t chunk_begin) const 
 // Interleaves columns [column, column + width) of two values, keys `key` and `key` + 1 of the chunk. A weight of zero
 // does not hide infinities and NaN: such rows are replaced by zeros and listed.
 inline void AmxEngine::pack_pair(const std::byte* even, const std::byte* odd, int64_t key, int64_t column,
-                                 int64_t width, uint32_t* words) {
+                                 int64_t width, uint32_t* words, int64_t tile_stride) {
   const uint16_t* rows[2] = {reinterpret_cast<const uint16_t*>(even), reinterpret_cast<const uint16_t*>(odd)};
-  if (pair_rows(rows[0], rows[1], width, words)) return;
+  if (pair_rows(rows[0], rows[1], width, words, tile_stride)) return;
   for (int64_t i = 0; i < 2; ++i) {
-    if (pair_rows(rows[i], scratch_.zero_row, width, words)) continue;
+    if (pair_rows(rows[i], scratch_.zero_row, width, words, tile_stride)) continue;
     special_values_.add({key + i, column, column + width});
     rows[i] = scratch_.zero_row;
   }
-  pair_rows(rows[0], rows[1], width, words);
+  pair_rows(rows[0], rows[1], width, words, tile_stride);
 }
 
 inline void AmxEngine::pack_values(const TaskRun& run, int64_t chunk_begin) {
@@ -300,8 +301,8 @@ inline void AmxEngine::pack_values(const TaskRun& run, int64_t chunk_begin) {
     TileRows gathered;
     gather(run, run.problem.v, run.problem.value_head_dim, chunk_begin, tile, &gathered);
     for (int64_t j = 0; j < kKeysPerTile; j += 2) {
-      pack_pair(gathered.rows[j], gathered.rows[j + 1], tile + j, 0, dim,
-                scratch_.v_pairs + (tile + j) / 2 * run.padded_dim);
+      pack_pair(gathered.rows[j], gathered.rows[j + 1], tile + j, 0, dim, scratch_.v_pairs + (tile + j) / 2 * kAmxRows,
+                kPairTileStride);
     }
   }
 }

@@ -136,9 +136,10 @@ inline void transpose_row_words(const std::byte* const* rows, int64_t dim, uint3
   }
 }
 
-// words[n] = {even[n], odd[n]} for n < dim, a multiple of 32. The columns of a block of 32 stand in the order
-// 0-3, 8-11, 16-19, 24-27, 4-7, ...: restore_columns brings sums back. False when a number is infinite or NaN.
-inline bool pair_rows(const uint16_t* even, const uint16_t* odd, int64_t dim, uint32_t* words) {
+// Words {even[n], odd[n]} for n < dim, a multiple of 32, in tiles of 16 columns, tile_stride words apart. The columns
+// of a block of 32 stand in the order 0-3, 8-11, 16-19, 24-27, 4-7, ...: restore_columns brings sums back. False when a
+// number is infinite or NaN.
+inline bool pair_rows(const uint16_t* even, const uint16_t* odd, int64_t dim, uint32_t* words, int64_t tile_stride) {
   const U16 d16;
   const U32 du;
   const auto magnitude_bits = hn::Set(d16, 0x7fffu);
@@ -147,8 +148,9 @@ inline bool pair_rows(const uint16_t* even, const uint16_t* odd, int64_t dim, ui
     const auto a = hn::LoadU(d16, even + i);
     const auto b = hn::LoadU(d16, odd + i);
     largest = hn::Max(largest, hn::Max(hn::And(a, magnitude_bits), hn::And(b, magnitude_bits)));
-    hn::StoreU(hn::BitCast(du, hn::InterleaveLower(d16, a, b)), du, words + i);
-    hn::StoreU(hn::BitCast(du, hn::InterleaveUpper(d16, a, b)), du, words + i + kLanes);
+    uint32_t* to = words + i / kAmxRows * tile_stride;
+    hn::StoreU(hn::BitCast(du, hn::InterleaveLower(d16, a, b)), du, to);
+    hn::StoreU(hn::BitCast(du, hn::InterleaveUpper(d16, a, b)), du, to + tile_stride);
   }
   return hn::AllTrue(d16, hn::Lt(largest, hn::Set(d16, 0x7f80u)));
 }
@@ -202,47 +204,51 @@ void store_sums(float* sums, int64_t sums_stride) {
 constexpr int kLeftTile = 4;   // and 5
 constexpr int kRightTile = 6;  // and 7
 
-// sums (kLeftTiles x 16 rows, kRightTiles x 16 columns) = left * right over `depth_blocks` times 32 depths; one operand
-// has `pieces` pieces, the other one. The operand with more tiles passes through two registers.
-template <int kLeftTiles, int kRightTiles>
-void multiply_tiles(const AmxOperand& left, const AmxOperand& right, int pieces, int64_t depth_blocks, float* sums,
-                    int64_t sums_stride) {
-  static_assert(kLeftTiles * kRightTiles <= 4 && (kLeftTiles <= 2 || kRightTiles == 1));
-  constexpr auto kEachLeft = std::make_integer_sequence<int, kLeftTiles>();
-  constexpr auto kEachRight = std::make_integer_sequence<int, kRightTiles>();
-  zero_sums<kLeftTiles * kRightTiles>();
+// sums (kLeftTiles x 16 rows, 2 x 16 columns) = left * right over `depth_blocks` times 32 depths, left of `pieces`
+// pieces. The right tiles of a block are loaded once for all pieces.
+template <int kLeftTiles>
+void multiply_by_two(const AmxOperand& left, const AmxOperand& right, int pieces, int64_t depth_blocks, float* sums,
+                     int64_t sums_stride) {
+  static_assert(kLeftTiles <= 2);
+  zero_sums<2 * kLeftTiles>();
   for (int64_t block = 0; block < depth_blocks; ++block) {
+    const int64_t right_offset = block * right.depth_bytes;
+    tile_load<kRightTile>(right.tiles[0] + right_offset, right.row_bytes);
+    tile_load<kRightTile + 1>(right.tiles[1] + right_offset, right.row_bytes);
     for (int p = 0; p < pieces; ++p) {
       const int64_t left_offset = p * left.piece_bytes + block * left.depth_bytes;
-      const int64_t right_offset = p * right.piece_bytes + block * right.depth_bytes;
-      if constexpr (kLeftTiles <= 2) {
-        [&]<int... kM>(std::integer_sequence<int, kM...>) {
-          (tile_load<kLeftTile + kM>(left.tiles[kM] + left_offset, left.row_bytes), ...);
-        }
-        (kEachLeft);
-        [&]<int... kN>(std::integer_sequence<int, kN...>) {
-          ((tile_load<kRightTile + kN % 2>(right.tiles[kN] + right_offset, right.row_bytes),
-            tile_multiply_bf16<kN, kLeftTile, kRightTile + kN % 2>(),
-            [&] {
-              if constexpr (kLeftTiles == 2) {
-                tile_multiply_bf16<kRightTiles + kN, kLeftTile + 1, kRightTile + kN % 2>();
-              }
-            }()),
-           ...);
-        }
-        (kEachRight);
-      } else {
-        tile_load<kRightTile>(right.tiles[0] + right_offset, right.row_bytes);
-        [&]<int... kM>(std::integer_sequence<int, kM...>) {
-          ((tile_load<kLeftTile + kM % 2>(left.tiles[kM] + left_offset, left.row_bytes),
-            tile_multiply_bf16<kM, kLeftTile + kM % 2, kRightTile>()),
-           ...);
-        }
-        (kEachLeft);
+      tile_load<kLeftTile>(left.tiles[0] + left_offset, left.row_bytes);
+      tile_multiply_bf16<0, kLeftTile, kRightTile>();
+      if constexpr (kLeftTiles == 2) {
+        tile_load<kLeftTile + 1>(left.tiles[1] + left_offset, left.row_bytes);
+        tile_multiply_bf16<2, kLeftTile + 1, kRightTile>();
       }
+      tile_multiply_bf16<1, kLeftTile, kRightTile + 1>();
+      if constexpr (kLeftTiles == 2) tile_multiply_bf16<3, kLeftTile + 1, kRightTile + 1>();
     }
   }
-  store_sums<kLeftTiles, kRightTiles>(sums, sums_stride);
+  store_sums<kLeftTiles, 2>(sums, sums_stride);
+}
+
+// sums (4 x 16 rows, 16 columns) = left * right, right of `pieces` pieces.
+inline void multiply_four(const AmxOperand& left, const AmxOperand& right, int pieces, int64_t depth_blocks,
+                          float* sums, int64_t sums_stride) {
+  zero_sums<4>();
+  for (int64_t block = 0; block < depth_blocks; ++block) {
+    const int64_t left_offset = block * left.depth_bytes;
+    for (int p = 0; p < pieces; ++p) {
+      tile_load<kRightTile>(right.tiles[0] + p * right.piece_bytes + block * right.depth_bytes, right.row_bytes);
+      tile_load<kLeftTile>(left.tiles[0] + left_offset, left.row_bytes);
+      tile_multiply_bf16<0, kLeftTile, kRightTile>();
+      tile_load<kLeftTile + 1>(left.tiles[1] + left_offset, left.row_bytes);
+      tile_multiply_bf16<1, kLeftTile + 1, kRightTile>();
+      tile_load<kLeftTile>(left.tiles[2] + left_offset, left.row_bytes);
+      tile_multiply_bf16<2, kLeftTile, kRightTile>();
+      tile_load<kLeftTile + 1>(left.tiles[3] + left_offset, left.row_bytes);
+      tile_multiply_bf16<3, kLeftTile + 1, kRightTile>();
+    }
+  }
+  store_sums<4, 1>(sums, sums_stride);
 }
 
 // Adds the product of depth block `block` of one left tile and 16 rows of words to the sums of kRightTiles tiles.
