@@ -27,7 +27,6 @@
 #include <numbers>
 #include <string>
 
-#include "polyop/cpu/thread_pool.h"
 #include "polyop/ops/attention/attention_kernels.h"
 #include "polyop/ops/attention/cpu/flash_plan.h"
 
@@ -303,18 +302,7 @@ int64_t amx_attention_workspace_bytes(const AttentionProblem& problem) {
 }
 
 Status amx_attention(const AttentionProblem& problem, Workspace workspace, Stream) {
-  FlashPlan plan(problem, kPlanShape);
-  POLYOP_RETURN_IF_ERROR(check_workspace(plan.workspace_bytes(), workspace));
-  plan.build(problem, workspace);
-  clear_rows_without_sequence(problem);
-  ThreadPool& pool = ThreadPool::shared();
-  pool.parallel_for(static_cast<int64_t>(plan.tasks.size()), [&](int64_t task, int thread) {
-    HWY_NAMESPACE::run_amx_task(problem, plan, plan.tasks[task], thread);
-  });
-  pool.parallel_for(static_cast<int64_t>(plan.splits.size()), [&](int64_t split, int thread) {
-    HWY_NAMESPACE::merge_amx_split(problem, plan, plan.splits[split], thread);
-  });
-  return Status::ok();
+  return run_flash_plan(problem, kPlanShape, workspace, HWY_NAMESPACE::run_amx_task, HWY_NAMESPACE::merge_amx_split);
 }
 
 }  // namespace polyop::cpu

@@ -23,7 +23,6 @@
 #include <algorithm>
 #include <numbers>
 
-#include "polyop/cpu/thread_pool.h"
 #include "polyop/ops/attention/attention_kernels.h"
 #include "polyop/ops/attention/cpu/flash_plan.h"
 #include "polyop/ops/attention/cpu/flash_task-inl.h"
@@ -251,18 +250,8 @@ int64_t flash_attention_workspace_bytes(const AttentionProblem& problem) {
 }
 
 Status flash_attention(const AttentionProblem& problem, Workspace workspace, Stream) {
-  FlashPlan plan(problem, kPlanShape);
-  POLYOP_RETURN_IF_ERROR(check_workspace(plan.workspace_bytes(), workspace));
-  plan.build(problem, workspace);
-  clear_rows_without_sequence(problem);
-  ThreadPool& pool = ThreadPool::shared();
-  pool.parallel_for(static_cast<int64_t>(plan.tasks.size()), [&](int64_t task, int thread) {
-    HWY_DYNAMIC_DISPATCH(run_task)(problem, plan, plan.tasks[task], thread);
-  });
-  pool.parallel_for(static_cast<int64_t>(plan.splits.size()), [&](int64_t split, int thread) {
-    HWY_DYNAMIC_DISPATCH(merge_split)(problem, plan, plan.splits[split], thread);
-  });
-  return Status::ok();
+  return run_flash_plan(problem, kPlanShape, workspace, HWY_DYNAMIC_DISPATCH(run_task),
+                        HWY_DYNAMIC_DISPATCH(merge_split));
 }
 
 }  // namespace polyop::cpu

@@ -156,6 +156,20 @@ Status check_workspace(int64_t wanted_bytes, Workspace workspace) {
                         std::to_string(wanted_bytes));
 }
 
+Status run_flash_plan(const AttentionProblem& problem, const FlashPlanShape& shape, Workspace workspace,
+                      FlashTaskFn run_task, FlashTaskFn merge_split) {
+  FlashPlan plan(problem, shape);
+  POLYOP_RETURN_IF_ERROR(check_workspace(plan.workspace_bytes(), workspace));
+  plan.build(problem, workspace);
+  clear_rows_without_sequence(problem);
+  ThreadPool& pool = ThreadPool::shared();
+  pool.parallel_for(static_cast<int64_t>(plan.tasks.size()),
+                    [&](int64_t task, int thread) { run_task(problem, plan, plan.tasks[task], thread); });
+  pool.parallel_for(static_cast<int64_t>(plan.splits.size()),
+                    [&](int64_t split, int thread) { merge_split(problem, plan, plan.splits[split], thread); });
+  return Status::ok();
+}
+
 void clear_rows_without_sequence(const AttentionProblem& problem) {
   for (int64_t head = 0; head < problem.num_query_heads; ++head) {
     for (int64_t row = problem.num_owned_rows(); row < problem.num_query_rows; ++row) {

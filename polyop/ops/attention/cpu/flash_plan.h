@@ -90,6 +90,12 @@ struct FlashPlan {
 /// kInternal unless the workspace holds the plan: the pool may have grown since the workspace was sized.
 Status check_workspace(int64_t wanted_bytes, Workspace workspace);
 
+using FlashTaskFn = void (*)(const AttentionProblem& problem, const FlashPlan& plan, const FlashTask& task, int thread);
+
+/// A whole call: plans it inside the workspace, runs every task, then merges every split group.
+Status run_flash_plan(const AttentionProblem& problem, const FlashPlanShape& shape, Workspace workspace,
+                      FlashTaskFn run_task, FlashTaskFn merge_split);
+
 /// Writes 0 and -inf to the rows that attend to nothing by their place: padding rows and rows of no sequence.
 void clear_rows_without_sequence(const AttentionProblem& problem);
 
