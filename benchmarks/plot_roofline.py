@@ -1,6 +1,6 @@
 """Draws bandwidth against bytes moved for every case of a results file of gpu_kernels.py, below the copy's rate.
 
-Usage: plot_roofline.py benchmarks/results/<file>.json     (writes <file>.png beside it)
+Usage: plot_roofline.py [benchmarks/results/<file>.json]     (default the newest; writes <file>.png beside it)
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from write_performance_page import newest_results
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("results", type=Path)
+    parser.add_argument("results", type=Path, nargs="?", default=newest_results())
     source = parser.parse_args().results
     report = json.loads(source.read_text(encoding="utf-8"))
     figure, axes = plt.subplots(figsize=(9, 5.5))
@@ -29,6 +30,10 @@ def main() -> None:
     peers = [(m["bytes_moved"], t) for m in measurements for name, t in m["microseconds"].items() if name != "polyop"]
     rates = [moved / t / 1e6 for moved, t in peers]
     axes.scatter([moved / 1e6 for moved, _ in peers], rates, marker="x", color="gray", label="peers")
+    copies = [(m["bytes_moved"], m["copy_microseconds"]) for m in measurements if "copy_microseconds" in m]
+    if copies:
+        line = sorted((moved / 1e6, moved / t / 1e6) for moved, t in copies)
+        axes.plot(*zip(*line, strict=True), color="gray", linewidth=1, label="copy of as many bytes")
     axes.axhline(report["copy_bandwidth"] / 1e12, color="black", linewidth=1, label="copy of 1 GiB")
     axes.set(xscale="log", xlabel="bytes moved, MB", ylabel="TB/s", ylim=(0, 5))
     axes.set_title(f"{report['environment']['device']}, {report['environment']['date']}")

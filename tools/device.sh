@@ -1,7 +1,11 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one call: configure, build, test, sanitize, measure. Results go to $OUT.
 #
-#   tools/device.sh [step...]     steps: build test sanitize bench profile; without arguments all of them
+#   tools/device.sh [--prebuilt] [--only operator] [step...]
+#
+#   steps                         build test sanitize bench profile; without arguments all of them
+#   --prebuilt                    leaves build out: python/polyop/lib holds a module with CUDA kernels already
+#   --only operator               bench and profile of this operator alone
 #
 #   OUT=folder                    results, default build/device
 #   CUDA_ARCHITECTURES=90a-real   GPUs to compile for, default that of this machine
@@ -15,10 +19,27 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 mkdir -p "$OUT"
 status=0
+only=()
+steps=()
+prebuilt=
+while [ $# -gt 0 ]; do
+  case $1 in
+    --prebuilt) prebuilt=1 ;;
+    --only) only=(--only "${2:?--only wants an operator}") && shift ;;
+    build | test | sanitize | bench | profile) steps+=("$1") ;;
+    *) echo "device.sh: unknown step or option $1" >&2 && exit 2 ;;
+  esac
+  shift
+done
+[ ${#steps[@]} -gt 0 ] || steps=(build test sanitize bench profile)
 
 step() { printf '\n==== %s (%d s)\n' "$*" "$SECONDS"; }
 
 build() {
+  if [ -n "$prebuilt" ]; then
+    "$PYTHON" -c 'from polyop import cuda; assert cuda.has_kernels(), "the module was built without CUDA kernels"' || exit 1
+    return
+  fi
   step "build for $CUDA_ARCHITECTURES"
   cmake --preset cuda -B "$BUILD" -DPOLYOP_TESTS=OFF -DPOLYOP_HOST_TVM_FFI=ON -DPython_EXECUTABLE="$(command -v "$PYTHON")" \
     "-DCMAKE_CUDA_ARCHITECTURES=$CUDA_ARCHITECTURES" ${CONFIGURE_ARGS:-} >"$OUT/configure.log" 2>&1 &&
@@ -30,7 +51,7 @@ build() {
 
 tests() {
   step "tests"
-  "$PYTHON" -m pytest -q -x --maxfail=15 -p no:cacheprovider tests/python/cuda 2>&1 | tee "$OUT/test.log" | tail -n 60 || status=1
+  "$PYTHON" -m pytest -q --maxfail=15 -p no:cacheprovider tests/python/cuda 2>&1 | tee "$OUT/test.log" | tail -n 60 || status=1
 }
 
 sanitize() {
@@ -45,23 +66,22 @@ sanitize() {
 
 bench() {
   step "bench"
-  "$PYTHON" benchmarks/gpu_kernels.py --output "$OUT/gpu_kernels.json" || status=1
+  "$PYTHON" benchmarks/gpu_kernels.py "${only[@]}" --output "$OUT/gpu_kernels.json" || status=1
 }
 
 profile() {
   step "profile"
-  timeout 120 ncu --clock-control none --set full --kernel-name regex:split_kv --launch-skip 2 --launch-count 1 \
-    "$PYTHON" benchmarks/gpu_kernels.py --profile attention >"$OUT/ncu_attention.txt" 2>&1 || status=1
-  grep -E "Throughput|Registers Per|Achieved Occ|Duration|Issue Slots|No Eligible|stall|Local|Est\. Speedup|cycles being" "$OUT/ncu_attention.txt"
+  local match=()
+  [ ${#only[@]} -gt 0 ] || match=(--only attention --match "B=64 length=4096 rows=1 Hq=32 Hkv=8 D=128 page=16 kv=bf16")
+  timeout 120 ncu --clock-control none --set full --profile-from-start off --launch-skip 2 --launch-count 4 \
+    "$PYTHON" benchmarks/gpu_kernels.py "${only[@]}" "${match[@]}" --profile >"$OUT/ncu.txt" 2>&1 || status=1
+  grep -E "Throughput|Registers Per|Achieved Occ|Duration|Issue Slots|No Eligible|stall|Local|Est\. Speedup|cycles being" "$OUT/ncu.txt"
 }
 
 nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem --format=csv,noheader
-for name in ${*:-build test sanitize bench profile}; do
-  case $name in
-    test) tests ;;
-    build | sanitize | bench | profile) $name ;;
-    *) echo "unknown step $name" >&2; exit 2 ;;
-  esac
+for name in "${steps[@]}"; do
+  [ "$name" != test ] || name=tests
+  $name
 done
 step "done"
 exit $status
