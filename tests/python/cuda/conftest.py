@@ -10,20 +10,20 @@ import torch
 
 from polyop import cuda
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # attention_cases, device_memory
+HERE = Path(__file__).resolve().parent
+# attention_cases, device_memory; example_calls; the benchmark's modules
+sys.path[:0] = [str(HERE), str(HERE.parent / "ops"), str(HERE.parents[2] / "benchmarks")]
 
 
-def missing() -> str | None:
-    if not torch.cuda.is_available():
-        return "no GPU"
+def missing(item: pytest.Item) -> str | None:
     if not cuda.has_kernels():
         return "polyop was built without CUDA kernels (preset 'cuda')"
+    if not torch.cuda.is_available() and item.get_closest_marker("without_gpu") is None:
+        return "no GPU"
     return None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    reason = missing()
-    here = Path(__file__).resolve().parent
     for item in items:
-        if reason is not None and here in item.path.parents:
+        if HERE in item.path.parents and (reason := missing(item)) is not None:
             item.add_marker(pytest.mark.skip(reason=f"CUDA kernels: {reason}"))

@@ -1,57 +1,155 @@
-"""A few small calls of every CUDA kernel, for compute-sanitizer (tools/device.sh sanitize)."""
+"""A few small calls of every CUDA kernel, for compute-sanitizer (tools/device.sh sanitize).
+
+Kernels are those that the library lists. Each case runs on every kernel that takes it; a kernel that took none is an
+error, so that no kernel stays unchecked.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 from attention_cases import AttentionCase, outputs_of
+from device_memory import ALL_KERNELS, on_device
 
 from polyop import cuda, ops
+from polyop.testing.inputs import offsets_of
+
+F8 = torch.float8_e4m3fn
+Arguments = dict[str, Any]
 
 
-def attention(case: AttentionCase, kernel: str) -> None:
-    arguments = {n: v.cuda() if isinstance(v, torch.Tensor) else v for n, v in case.make().items()}
-    ops.with_kernel("attention", kernel)(**arguments, **outputs_of(arguments, case.fp8_out, "cuda"))
+def attention() -> Iterator[Arguments]:
+    none = {"causal": "none"}
+    for kv in (None, F8, torch.int8):
+        yield case(AttentionCase([700, 0, 65], [1, 1, 1], kv_dtype=kv))
+        yield case(
+            AttentionCase([80, 33], [40, 7], 80, kv_dtype=kv, page_size=1, tree=True, num_kv_heads=1, attributes=none)
+        )
+        yield case(AttentionCase([33, 9], [2, 1], 24, kv_dtype=kv, page_size=3, sinks=True))
+        yield case(AttentionCase([90, 150], [64, 5], kv_dtype=kv, page_size=64, num_kv_heads=1, dtype=torch.bfloat16))
+    yield case(AttentionCase([600, 513, 0], [1, 1, 1], 64, page_size=64, group=8, attributes={"window": 200}))
+    yield case(AttentionCase([200, 130], [3, 3], 256, kv_form="padded", query_form="padded", num_kv_heads=1))
+    yield case(AttentionCase([200, 130], [3, 3], 192, kv_form="packed", fp8_out=True, num_kv_heads=1))
+    yield case(AttentionCase([70], [70], 64, kv_form="packed", num_kv_heads=1, group=2))
+    yield case(AttentionCase([9, 20], [1, 4], 96, 40, num_kv_heads=1))
+
+
+def case(attention_case: AttentionCase) -> Arguments:
+    arguments = attention_case.make()
+    return arguments | outputs_of(arguments, attention_case.fp8_out, "cpu")
+
+
+def cache_of(batch: int, page: int, width: int, dtype: torch.dtype) -> Arguments:
+    """Two pages a sequence; appends of 0 to 3 tokens across their border."""
+    pages = torch.zeros(2, 2 * batch + 1, page, 2, width).to(dtype)
+    return {
+        "k_cache": pages[0],
+        "v_cache": pages[1],
+        "page_table": torch.randperm(2 * batch).to(torch.int32).view(batch, 2),
+        "write_positions": torch.full((batch,), page - 1, dtype=torch.int32),
+    }
+
+
+def kv_cache_update() -> Iterator[Arguments]:
+    for dtype, cache_dtype in ((torch.float16, torch.float16), (torch.bfloat16, F8), (torch.float32, torch.int8)):
+        for width in (64, 10):
+            k = torch.randn(6, 2, width).to(dtype)
+            cache = cache_of(3, 4, width, cache_dtype)
+            yield {"k": k, "v": k, "update_offsets": offsets_of([2, 0, 3]), **cache}
+            linear = torch.zeros(2, 2, 2, 9, width).to(cache_dtype)
+            update = k.view(2, 3, 2, width)
+            yield {"k": update, "v": update, "k_cache": linear[0], "v_cache": linear[1],
+                   "cache_form": "linear", "update_form": "padded"}  # fmt: skip
+
+
+def rotary_embedding() -> Iterator[Arguments]:
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for interleaved in (False, True):
+            for width in (64, 10):
+                q = torch.randn(5, 4, width).to(dtype)
+                yield {"q": q, "k": q[:, :2], "cos_sin": torch.randn(9, width), "interleaved": interleaved}
+
+
+def qk_norm_rope_append() -> Iterator[Arguments]:
+    for dtype, cache_dtype in ((torch.float16, torch.float16), (torch.bfloat16, F8), (torch.float32, torch.int8)):
+        for tokens, width, rotary_dim in (([2, 0, 2], 64, 64), ([2, 0, 2], 64, 6), ([3] * 60, 128, 128)):
+            count, page = sum(tokens) + 1, 4
+            qkv = torch.randn(count, 8, width).to(dtype)
+            yield {
+                "q": qkv[:, :4],
+                "k": qkv[:, 4:6],
+                "v": qkv[:, 6:],
+                "cos_sin": torch.randn(9, rotary_dim),
+                "update_offsets": offsets_of(tokens),
+                "q_norm_weight": torch.ones(width),
+                "k_norm_weight": torch.ones(width),
+                **cache_of(len(tokens), page, width, cache_dtype),
+            }
+
+
+def circular_pad() -> Iterator[Arguments]:
+    for dtype in (torch.uint8, torch.float16, torch.float32, torch.int64):
+        yield {"x": torch.ones(2, 3, 37).to(dtype), "padding": [3, 40, 1, 2]}
+        yield {"x": torch.ones(3, 5, 64).to(dtype), "padding": [8, 8, 1, 0]}
+
+
+def trt_attention() -> Iterator[Arguments]:
+    for width in (64, 24):
+        q, k = torch.randn(2, 4, 5, width).half(), torch.randn(2, 2, 70, width).half()
+        yield {"Q": q, "K": k, "V": k, "kv_lengths": torch.tensor([70, 3], dtype=torch.int32)}
+
+
+def trt_quantized_attention() -> Iterator[Arguments]:
+    for arguments in trt_attention():
+        yield arguments | {"scale": 1.0}
+
+
+def trt_kv_cache_update() -> Iterator[Arguments]:
+    for width in (64, 10):
+        yield {
+            "past_cache": torch.randn(2, 2, 9, width).half(),
+            "update": torch.randn(2, 2, 3, width).half(),
+            "write_indices": torch.tensor([0, 6], dtype=torch.int32),
+        }
+
+
+CASES = {
+    function.__name__: function
+    for function in (
+        attention,
+        kv_cache_update,
+        rotary_embedding,
+        qk_norm_rope_append,
+        circular_pad,
+        trt_attention,
+        trt_quantized_attention,
+        trt_kv_cache_update,
+    )
+}
 
 
 def main() -> None:
-    for kv in (None, torch.float8_e4m3fn, torch.int8):
-        attention(AttentionCase([700, 0, 65], [1, 1, 1], kv_dtype=kv), "cuda_split_kv")
-        attention(AttentionCase([300, 80], [40, 7], kv_dtype=kv, head_dim=80, page_size=1, tree=True), "cuda_split_kv")
-        attention(AttentionCase([33, 9], [2, 1], kv_dtype=kv, head_dim=24, page_size=3, sinks=True), "cuda_rows")
-    attention(AttentionCase([200, 130], [3, 3], head_dim=256, kv_form="padded", query_form="padded"), "cuda_split_kv")
-    attention(AttentionCase([200, 130], [3, 3], head_dim=192, kv_form="packed", fp8_out=True), "cuda_split_kv")
-    for dtype in (torch.float16, torch.float32):
-        q = torch.randn(5, 4, 64, device="cuda").to(dtype)
-        for interleaved in (False, True):
-            ops.rotary_embedding(q, q[:, :2].clone(), torch.randn(9, 32, device="cuda"), interleaved=interleaved)
-        cache = torch.zeros(2, 7, 4, 2, 64, device="cuda").to(torch.float8_e4m3fn)
-        ops.kv_cache_update(
-            cache[0],
-            cache[1],
-            q[:, :2],
-            q[:, 2:],
-            update_offsets=torch.tensor([0, 2, 5], dtype=torch.int32, device="cuda"),
-            page_table=torch.tensor([[1, 5], [0, 6]], dtype=torch.int32, device="cuda"),
-            write_positions=torch.tensor([3, 0], dtype=torch.int32, device="cuda"),
-        )
-        for rotary_dim in (64, 6):  # vectors, single elements
-            ops.qk_norm_rope_append(
-                q,
-                q[:, :2],
-                q[:, 2:],
-                cache[0],
-                cache[1],
-                torch.randn(9, rotary_dim, device="cuda"),
-                update_offsets=torch.tensor([0, 2, 4], dtype=torch.int32, device="cuda"),
-                page_table=torch.tensor([[1, 5], [0, 6]], dtype=torch.int32, device="cuda"),
-                write_positions=torch.tensor([3, 0], dtype=torch.int32, device="cuda"),
-                q_norm_weight=torch.ones(64, device="cuda"),
-                k_norm_weight=torch.ones(64, device="cuda"),
-            )
-    for dtype in (torch.uint8, torch.float16, torch.float32, torch.int64):
-        ops.circular_pad(torch.ones(2, 3, 37, device="cuda").to(dtype), [3, 40, 1, 2])
+    torch.manual_seed(0)
+    unused = set(ALL_KERNELS)
+    for operator, kernel in ALL_KERNELS:
+        function = ops.with_kernel(operator, kernel)
+        for arguments in CASES[operator]() if operator in CASES else ():
+            try:
+                function(**on_device(arguments))
+            except NotImplementedError:
+                continue
+            unused.discard((operator, kernel))
     cuda.check_errors()
-    print("reduced sweep done")
+    if unused:
+        raise SystemExit(f"reduced sweep: no case for {sorted(unused)}")
+    print(f"reduced sweep done: {len(ALL_KERNELS)} kernels")
 
 
 if __name__ == "__main__":

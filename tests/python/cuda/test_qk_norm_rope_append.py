@@ -1,4 +1,4 @@
-"""qk_norm_rope_append on a GPU: widths that take the vector kernel, few and many tokens, tokens without a slot."""
+"""qk_norm_rope_append on a GPU: widths, few and many tokens, page borders, graphs, tokens without a slot."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
+from device_memory import DEVICE, captured, kernels_of, on_device, same_bits
 
 from polyop import cuda, ops
 from polyop.testing import UNIT_ROUNDOFF, assert_within_bound, output_bound
 
-DEVICE = "cuda"
 I32 = {"dtype": torch.int32}
 PAGE_SIZE = 16
 EPSILON = 1e-5
@@ -49,12 +49,6 @@ def arguments(lengths, starts, heads=(5, 2), head_dim=64, rotary_dim=64, dtype=t
     return made
 
 
-def on_device(made):
-    return {
-        name: value.to(DEVICE, copy=True) if isinstance(value, torch.Tensor) else value for name, value in made.items()
-    }
-
-
 def bound_of(made, wanted):
     """The README's bound, with sqrt(D) max|w| as the largest normed channel; a code beside the middle of two steps."""
     if wanted.dtype == torch.int8:
@@ -72,14 +66,24 @@ def bound_of(made, wanted):
 
 
 def check(made, **options):
-    moved = on_device(made)
-    got = ops.qk_norm_rope_append(**moved, **options)
-    wanted = ops.with_kernel("qk_norm_rope_append", "reference")(**made, **options)
+    """Every kernel that takes the call, beside the reference."""
+    expected = made | {name: made[name].clone() for name in ("k_cache", "v_cache")}
+    wanted = ops.with_kernel("qk_norm_rope_append", "reference")(**expected, **options)
     rows = int(made["update_offsets"][-1])
-    assert_within_bound(got[:rows].cpu(), wanted[:rows], bound_of(made, wanted[:rows]), "q_out")
-    assert_within_bound(moved["k_cache"].cpu(), made["k_cache"], bound_of(made, made["k_cache"]), "k_cache")
-    assert torch.equal(moved["v_cache"].cpu().view(torch.uint8), made["v_cache"].view(torch.uint8))
-    cuda.check_errors()
+    taken = 0
+    for kernel in kernels_of("qk_norm_rope_append"):
+        moved = on_device(made)
+        try:
+            got = ops.with_kernel("qk_norm_rope_append", kernel)(**moved, **options)
+        except NotImplementedError:
+            continue
+        cuda.check_errors()
+        taken += 1
+        assert_within_bound(got[:rows].cpu(), wanted[:rows], bound_of(made, wanted[:rows]), f"{kernel}: q_out")
+        bound = bound_of(made, expected["k_cache"])
+        assert_within_bound(moved["k_cache"].cpu(), expected["k_cache"], bound, f"{kernel}: k_cache")
+        assert same_bits(moved["v_cache"].cpu(), expected["v_cache"]), f"{kernel}: v_cache"
+    assert taken > 0
 
 
 @pytest.mark.parametrize("cache", [None, torch.float8_e4m3fn, torch.int8], ids=["plain", "fp8", "int8"])
@@ -125,24 +129,51 @@ def test_a_graph_replays_with_padding_of_any_content(head_dim):
         made[name][3:] = float("nan")
     fixed = on_device(made)
     held = torch.full_like(fixed["q"], 7.0)
-    ops.qk_norm_rope_append(**fixed, q_out=held)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        ops.qk_norm_rope_append(**fixed, q_out=held)
+    replay = captured(lambda: ops.qk_norm_rope_append(**fixed, q_out=held))
     expected, caches = held.clone(), [fixed[name].clone() for name in ("k_cache", "v_cache")]
     assert bool((held[3:] == 7.0).all()) and bool(torch.isfinite(held.float()).all())
     held[:3] = 0.0
     for name in ("k_cache", "v_cache"):
         fixed[name].zero_()
-    graph.replay()
+    replay()
     assert torch.equal(held, expected)
     assert all(torch.equal(fixed[name], old) for name, old in zip(("k_cache", "v_cache"), caches, strict=True))
     fixed["update_offsets"].copy_(torch.tensor([0, 1, 1, 1]))  # the second and third row are padding now
     held[:] = 7.0
-    graph.replay()
+    replay()
     assert torch.equal(held[0], expected[0]) and bool((held[1:] == 7.0).all())
     cuda.check_errors()
+
+
+@pytest.mark.parametrize("kernel", kernels_of("qk_norm_rope_append"))
+@pytest.mark.parametrize("cache", [None, torch.float8_e4m3fn], ids=["plain", "fp8"])
+def test_a_graph_replays_with_other_tables_and_positions(kernel, cache):
+    append = ops.with_kernel("qk_norm_rope_append", kernel)
+    calls = [arguments([4, 1, 3], starts, cache=cache, seed=s) for s, starts in enumerate([[0, 40, 7], [30, 2, 45]])]
+    fixed = on_device(calls[0])
+    held = torch.zeros_like(fixed["q"])
+    replay = captured(lambda: append(**fixed, q_out=held))
+    for made in (*calls, calls[0]):
+        for name in ("write_positions", "page_table", "q", "k", "v", "k_cache", "v_cache"):
+            fixed[name].copy_(made[name])
+        held.fill_(float("nan"))
+        replay()
+        replayed = [held.clone(), fixed["k_cache"].clone(), fixed["v_cache"].clone()]
+        for name in ("k_cache", "v_cache"):
+            fixed[name].copy_(made[name])
+        append(**fixed, q_out=held)
+        assert all(same_bits(a, b) for a, b in zip(replayed, (held, fixed["k_cache"], fixed["v_cache"]), strict=True))
+    cuda.check_errors()
+
+
+def test_ragged_tokens_around_page_borders():
+    around = [0, 1, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, 2 * PAGE_SIZE]
+    tokens = [n for n in around for _ in around]
+    starts = [n for _ in around for n in around]
+    for head_dim, rotary_dim in ((64, 64), (128, 128), (40, 24)):
+        check(arguments(tokens, starts, head_dim=head_dim, rotary_dim=rotary_dim))
+        full = [PAGE_SIZE] * 3  # each ends with the last slot of its last page
+        check(arguments(full, full, head_dim=head_dim, rotary_dim=rotary_dim, cache=torch.float8_e4m3fn))
 
 
 @pytest.mark.parametrize("head_dim", [64, 40], ids=["vectors", "elements"])

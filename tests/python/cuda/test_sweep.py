@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from device_memory import run_on_device
+from device_memory import ALL_KERNELS, kernels_of, run_on_device
 from hypothesis import HealthCheck, given, reject, settings
 
 from polyop import cuda, ops
@@ -17,13 +17,9 @@ _spec = importlib.util.spec_from_file_location("cpu_sweep", Path(__file__).paren
 cpu_sweep = importlib.util.module_from_spec(_spec)  # its hints and bounds hold here too
 _spec.loader.exec_module(cpu_sweep)
 
-# split_kv rounds its weights: test_split_kv.py has its bound and its head sizes.
-KERNELS = [
-    (name, kernel.removeprefix("cuda:"))
-    for name in ops.SCHEMAS
-    for kernel in ops.kernel_names(name)
-    if kernel.startswith("cuda:") and kernel != "cuda:cuda_split_kv"
-]
+# The fastest attention kernels round their weights and take few head sizes: test_attention.py has their bound. The last
+# one takes everything, in f32.
+KERNELS = [(name, kernel) for name, kernel in ALL_KERNELS if "attention" not in name or kernel == kernels_of(name)[-1]]
 
 
 @pytest.mark.parametrize(("name", "kernel"), KERNELS, ids=[f"{name}-{kernel}" for name, kernel in KERNELS])
