@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from gpu import OPERATORS
+from gpu.flashinfer_peers import compile_modules
 from gpu.timing import METHOD, Timer, clocks, environment, plain_copy
 from shapes_file import describe, read_shapes
 
@@ -86,6 +87,8 @@ def main() -> None:
         for operator, case in cases:
             profile(operator, case)
         return
+    if not arguments.no_peers:
+        compile_modules([case for operator, case in cases if operator == "attention"])
     report: dict[str, Any] = {"environment": environment(), "method": METHOD, "clocks": {"before": clocks()}}
     timer = Timer()
     report |= {"copy_bandwidth": timer.copy_bytes_per_second, "measurements": []}

@@ -101,7 +101,7 @@ def add_peers(case: Case, call: OperatorCall) -> None:
 
         for name, backend in (("cuDNN", SDPBackend.CUDNN_ATTENTION), ("torch flash", SDPBackend.FLASH_ATTENTION)):
             call.add_peer(name, lambda b=backend: sdpa(b), lambda result: [(result[:, :, 0], a["out"])])
-    if not case["page"] or a["k"].dtype == torch.int8 or flashinfer_peers.flashinfer is None:
+    if not flashinfer_peers.is_peer(case):
         return
     target = torch.empty_like(a["q"])
     if case["rows"] > 1:
@@ -109,7 +109,7 @@ def add_peers(case: Case, call: OperatorCall) -> None:
         paths = {"FlashInfer": lambda: flashinfer_peers.append_attention(case, a, target, mask)}
     else:
         paths = {"FlashInfer": lambda: flashinfer_peers.decode_attention(case, a, target, tensor_cores=True)}
-        if case["Hq"] // case["Hkv"] < 4:  # small ratios: its kernel without matrix instructions can be the faster one
+        if flashinfer_peers.without_matrix_instructions(case):
             paths["FlashInfer, no matrix instructions"] = lambda: flashinfer_peers.decode_attention(
                 case, a, target, tensor_cores=False
             )

@@ -11,12 +11,48 @@ from typing import Any
 
 import torch
 
+from .calls import DTYPES
+
 try:
     import flashinfer
 except Exception:  # not installed, or installed for another machine
     flashinfer = None
 
+BACKEND = "fa2"  # of its prefill kernel, which also is its decode kernel with matrix instructions
 WORKSPACE_BYTES = 128 * 2**20  # what its documentation recommends
+
+
+def is_peer(case: dict[str, Any]) -> bool:
+    """Whether it takes an attention case. Of 16-bit caches only bf16: each kind costs a long compilation."""
+    return flashinfer is not None and case["page"] > 0 and case["kv"] in ("bf16", "f8e4m3")
+
+
+def without_matrix_instructions(case: dict[str, Any]) -> bool:
+    """Whether its other decode kernel may be the faster one: a query head for each key head."""
+    return case["rows"] == 1 and case["Hq"] == case["Hkv"]
+
+
+def compile_modules(attention_cases: list[dict[str, Any]]) -> None:
+    """Builds what the cases need in one parallel build, instead of one module after the other at their first use."""
+    if flashinfer is None:
+        return
+    try:
+        from flashinfer.jit.attention.modules import gen_batch_decode_module, gen_batch_prefill_module
+        from flashinfer.jit.core import build_jit_specs
+        from flashinfer.jit.page import gen_page_module
+        from flashinfer.jit.quantization import gen_quantization_module
+        from flashinfer.jit.rope import gen_rope_module
+
+        specs = [gen_page_module(), gen_rope_module(), gen_quantization_module()]
+        for case in filter(is_peer, attention_cases):
+            bf16, width = torch.bfloat16, case["D"]
+            kinds = (bf16, DTYPES[case["kv"]], bf16, torch.int32, width, width, 0, False, False)
+            specs.append(gen_batch_prefill_module(BACKEND, *kinds, False))
+            if without_matrix_instructions(case):
+                specs.append(gen_batch_decode_module(*kinds))
+        build_jit_specs(list({spec.name: spec for spec in specs}.values()))
+    except Exception as error:  # another version: its modules are built at their first use
+        print(f"FlashInfer's modules are not built ahead: {type(error).__name__} {str(error)[:200]}", flush=True)
 
 
 def paged_plan(case: dict[str, Any], a: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -43,7 +79,7 @@ def append_attention(
 ) -> Callable[[], object]:
     """Several rows a sequence: causal, or with a mask bool [B, rows, L]."""
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=a["q"].device)
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=BACKEND)
     indptr, indices, last = paged_plan(case, a)
     kinds = {"q_data_type": a["q"].dtype, "kv_data_type": a["k"].dtype}
     masks = {"causal": True} if mask is None else {"custom_mask": mask.flatten()}
