@@ -117,16 +117,20 @@ def test_dense_masks():
         check_every_kernel(case, arguments | {"mask": torch.where(visible, 0.5, float("-inf")).half()})
 
 
-def test_no_sequences_and_no_rows():
+@pytest.mark.parametrize("rows", [0, 3])
+def test_no_sequences(rows):
+    """Rows of nobody give 0 and -inf."""
     empty = AttentionCase([5], [1]).make()
-    empty["q"], empty["query_offsets"] = empty["q"][:0], torch.zeros(1, dtype=torch.int32)
+    empty["q"] = torch.full((rows, *empty["q"].shape[1:]), float("nan"), dtype=torch.float16)
+    empty["query_offsets"] = torch.zeros(1, dtype=torch.int32)
     empty["kv_lengths"], empty["page_table"] = empty["kv_lengths"][:0], empty["page_table"][:0]
     for kernel in (None, *KERNELS):
         try:
             out, lse = (ops.with_kernel("attention", kernel) if kernel else ops.attention)(**on_device(empty))
         except NotImplementedError:
             continue
-        assert out.shape == (0, 8, 128) and lse.shape == (0, 8)
+        assert out.shape == (rows, 8, 128) and lse.shape == (rows, 8)
+        assert bool((out == 0).all()) and bool((lse == float("-inf")).all())
 
 
 def test_many_chunks_and_many_sequences():
