@@ -93,12 +93,12 @@ def main() -> None:
     timer = Timer()
     report |= {"copy_bandwidth": timer.copy_bytes_per_second, "measurements": []}
     print(f"copy of 1 GiB {timer.copy_bytes_per_second / 1e12:.2f} TB/s", flush=True)
-    for operator, case in cases:
+    for index, (operator, case) in enumerate(cases):
         report["measurements"].append(measure(timer, operator, case, not arguments.no_peers))
         show(report["measurements"][-1])
         torch.cuda.empty_cache()
-        # Of the operator's last case, on a device that is still warm.
-        report["clocks"][f"after {operator}"] = clocks()
+        if all(later != operator for later, _ in cases[index + 1 :]):
+            report["clocks"][f"after {operator}"] = clocks()  # on a device that is still warm
         if arguments.output:  # written after every case: a run that is cut off keeps what it has
             with open(arguments.output, "w", encoding="utf-8") as file:
                 json.dump(report, file, indent=1)
