@@ -41,7 +41,7 @@ Status supports_circular_pad_row_pieces(const CircularPadProblem& problem);
 
 namespace cuda {
 
-/// One warp a row, 16-byte stores; takes every call.
+/// Rows in pieces through shared memory, 16-byte accesses on both sides; takes every call.
 Status circular_pad_rows(const CircularPadProblem& problem, Workspace workspace, Stream stream);
 
 }  // namespace cuda

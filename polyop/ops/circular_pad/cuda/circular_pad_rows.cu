@@ -1,42 +1,115 @@
 // circular_pad_rows: each output row is one run of the input row with its two ends wrapped around.
 // Math      out[..., i] = x[..., (i - left) mod extent]; a copy, no arithmetic
 // Shapes    x [X...] · out [X + pads...], rank 0 to 8, elements of 1, 2, 4 or 8 bytes, any strides
-// Work      axes without padding join their neighbours first. A warp takes up to 32 rows: lane i finds out where row i
-//           lies, then the lanes walk over the 16-byte blocks of all rows' middles, on the output's own 16-byte grid
-//           and several at a time, each fed by the one or two 16-byte blocks of x that hold its bytes, shifted into
-//           place; then over the elements that are left, at the ends of rows
-// Memory    each element of out written once, each element of x read once from device memory (repeats hit a cache)
+// Work      axes without padding join their neighbours first; rows longer than kPieceBytes are cut into pieces. A warp
+//           takes a few pieces, a group of its lanes one at a time: the aligned 16-byte blocks of x that hold the piece
+//           go to shared memory without passing registers, the elements that wrap are put before and behind them, and
+//           from there the piece leaves in the 16-byte blocks of out, shifted on the way. No warp waits for another
+// Memory    each element of out written once, each element of x read once from device memory (repeats hit a cache);
+//           shared: kPieceBytes a warp and what surrounds a piece
 // Roofline  bandwidth: (bytes of out + bytes of x) / copy rate; target 92% of a plain copy
 // Numerics  bits are copied
-// Limits    none
+// Limits    none; a last axis that is not dense on both sides is copied element by element
 #include <cuda_runtime.h>
 
 #include <algorithm>
 
 #include "polyop/cuda/launch.h"
-#include "polyop/cuda/vectors.cuh"
+#include "polyop/cuda/ptx.cuh"
 #include "polyop/ops/circular_pad/circular_pad_problem.h"
 
 namespace polyop::cuda {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
-constexpr int kRowsPerWarp = 32;
-constexpr int kAhead = 4;  // blocks of a lane that are on their way together
+constexpr int kBlockBytes = 16;    // of an access
+constexpr int kPieceBytes = 4096;  // of a piece at most
+constexpr int kWarpBytes = 3584;   // of shared memory that a warp fills with short pieces; more means fewer warps
 
 // ---- device helpers -------------------------------------------------------------------------------------------------
 
-/// The 16 bytes from `address` on, by the one or two aligned 16-byte blocks that hold them. All lanes that work on one
-/// row are equally far from such a block, so the branches do not diverge.
-__device__ uint4 load_unaligned(const void* address) {
-  const auto bits = reinterpret_cast<uintptr_t>(address);
-  const auto* block = reinterpret_cast<const uint4*>(bits & ~uintptr_t{15});
-  const auto offset = static_cast<unsigned>(bits & 15);
-  const uint4 low = __ldg(block);
+/// What the host knows of all pieces alike.
+struct PiecePlan {
+  int64_t num_pieces = 0;
+  int64_t piece_elements = 0;  // of all pieces of a row but the last
+  uint32_t pieces_per_row = 1;
+  uint32_t pieces_per_warp = 1;
+  int32_t lanes_per_piece = 32;  // power of two
+  int32_t left_bytes = 0;        // room for elements that wrap on the left, whole blocks
+  int32_t slot_bytes = 0;        // shared memory of a piece, whole blocks
+};
+
+/// A run of an output row. It stands at the head of its slot in shared memory; the bytes follow.
+template <class Element>
+struct alignas(kBlockBytes) Piece {
+  const Element* row;  // element 0 of the row of x
+  Element* to;
+  int64_t first;   // index in the unwrapped row of x of the first element; negative on the left
+  int32_t left;    // elements that wrap before the row's own begin
+  int32_t middle;  // elements of the row itself
+  int32_t count;   // all elements
+};
+
+/// Element offsets of an output row and of the row of x it repeats.
+struct RowOffsets {
+  int64_t x = 0;
+  int64_t out = 0;
+};
+
+__device__ inline int64_t wrapped(const CircularPadProblem& p, int32_t axis, int64_t out_index) {
+  const int64_t source = out_index - p.pads_before[axis];
+  return source < 0 || source >= p.x_extents[axis] ? p.source_index(axis, out_index) : source;
+}
+
+template <class Index>
+__device__ RowOffsets row_offsets(const CircularPadProblem& p, Index row) {
+  RowOffsets offsets;
+#pragma unroll
+  for (int32_t axis = kMaxRank - 2; axis >= 0; --axis) {
+    if (axis >= p.rank - 1) continue;
+    const auto extent = static_cast<Index>(p.out_extents[axis]);
+    const Index rest = row / extent;
+    const auto index = static_cast<int64_t>(row - rest * extent);
+    row = rest;
+    offsets.x += wrapped(p, axis, index) * p.x_strides[axis];
+    offsets.out += index * p.out_strides[axis];
+  }
+  return offsets;
+}
+
+template <class Element, class Index>
+__device__ Piece<Element> piece_of(const CircularPadProblem& p, const PiecePlan& plan, Index index) {
+  const int32_t last = p.rank - 1;
+  const Index row = plan.pieces_per_row == 1 ? index : index / static_cast<Index>(plan.pieces_per_row);
+  const int64_t begin =
+      static_cast<int64_t>(index - row * static_cast<Index>(plan.pieces_per_row)) * plan.piece_elements;
+  const RowOffsets offsets = row_offsets<Index>(p, row);
+  const int64_t count = min(plan.piece_elements, p.out_extents[last] - begin);
+  const int64_t first = begin - p.pads_before[last];
+  const int64_t middle_begin = min(max(first, int64_t{0}), first + count);
+  const int64_t middle_end = max(min(first + count, p.x_extents[last]), middle_begin);
+  return {.row = static_cast<const Element*>(p.x) + offsets.x,
+          .to = static_cast<Element*>(p.out) + offsets.out + begin,
+          .first = first,
+          .left = static_cast<int32_t>(middle_begin - first),
+          .middle = static_cast<int32_t>(middle_end - middle_begin),
+          .count = static_cast<int32_t>(count)};
+}
+
+/// Bytes that an address lies behind a 16-byte block's begin.
+__device__ inline uint32_t behind_block(const void* address) {
+  return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(address) % kBlockBytes);
+}
+
+/// The 16 bytes of shared memory from `address` on, by the one or two blocks that hold them.
+__device__ inline uint4 load_unaligned(const char* address) {
+  const uint32_t offset = behind_block(address);
+  const auto* block = reinterpret_cast<const uint4*>(address - offset);
+  const uint4 low = block[0];
   if (offset == 0) return low;
-  const uint4 high = __ldg(block + 1);
-  const unsigned shift = offset % 4 * 8;
+  const uint4 high = block[1];
+  const uint32_t shift = offset % 4 * 8;
   const auto join = [shift](uint32_t a, uint32_t b) { return __funnelshift_r(a, b, shift); };
   switch (offset / 4) {
     case 0:
@@ -50,116 +123,81 @@ __device__ uint4 load_unaligned(const void* address) {
   }
 }
 
-/// What the host knows of all rows alike.
-struct RowPlan {
-  int64_t num_rows = 0;
-  uint32_t rows_per_warp = 1;
-  uint32_t middle_begin = 0;  // elements of an output row that repeat x without wrapping
-  uint32_t middle_end = 0;
-  uint32_t most_stores = 0;  // 16-byte blocks in a row's middle
-  uint32_t most_rest = 0;    // elements outside of them
-};
-
-/// Element offsets of an output row and of the row of x it repeats.
-struct RowOffsets {
-  int64_t x = 0;
-  int64_t out = 0;
-};
-
-template <class Index>
-__device__ RowOffsets row_offsets(const CircularPadProblem& p, Index row) {
-  RowOffsets offsets;
-#pragma unroll
-  for (int32_t axis = kMaxRank - 2; axis >= 0; --axis) {
-    if (axis >= p.rank - 1) continue;
-    const auto extent = static_cast<Index>(p.out_extents[axis]);
-    const Index rest = row / extent;
-    const auto index = static_cast<int64_t>(row - rest * extent);
-    row = rest;
-    int64_t source = index - p.pads_before[axis];
-    if (source < 0 || source >= p.x_extents[axis]) source = p.source_index(axis, index);
-    offsets.x += source * p.x_strides[axis];
-    offsets.out += index * p.out_strides[axis];
-  }
-  return offsets;
-}
-
-/// Elements [begin, begin + kPerStore * count) of a row that are whole 16-byte blocks of its middle.
+/// Where the first element of a piece stands in its slot: its own row's elements are as far from a block as in x.
 template <class Element>
-struct RowBlocks {
-  uint32_t begin = 0;
-  uint32_t count = 0;
-
-  __device__ RowBlocks(const RowPlan& plan, const Element* to) {
-    constexpr uint32_t kPerStore = 16 / sizeof(Element);
-    const auto first = reinterpret_cast<uintptr_t>(to + plan.middle_begin) / sizeof(Element) % kPerStore;
-    begin = plan.middle_begin + (first == 0 ? 0 : kPerStore - static_cast<uint32_t>(first));
-    count = begin < plan.middle_end ? (plan.middle_end - begin) / kPerStore : 0;
-  }
-};
-
-__device__ inline int64_t shuffle(int64_t value, uint32_t lane) {
-  return __shfl_sync(0xffffffffu, value, static_cast<int>(lane));
+__device__ char* origin_of(const PiecePlan& plan, char* slot, const Piece<Element>& piece) {
+  const uint32_t skew = behind_block(piece.row + piece.first + piece.left);
+  return slot + sizeof(Piece<Element>) + plan.left_bytes + skew - piece.left * static_cast<int32_t>(sizeof(Element));
 }
 
-// ---- kernel ---------------------------------------------------------------------------------------------------------
+/// Starts the copies of the blocks that hold the piece's own part of the row, and puts the wrapped elements around it.
+template <class Element>
+__device__ void gather(const CircularPadProblem& p, const PiecePlan& plan, char* slot, int lane) {
+  const auto piece = *reinterpret_cast<const Piece<Element>*>(slot);
+  char* origin = origin_of(plan, slot, piece);
+  const Element* own = piece.row + piece.first + piece.left;
+  const auto* block = reinterpret_cast<const char*>(own) - behind_block(own);
+  const int bytes = static_cast<int>(behind_block(own)) + piece.middle * static_cast<int>(sizeof(Element));
+  const uint32_t to = shared_address(slot + sizeof(Piece<Element>) + plan.left_bytes);
+  if (piece.middle > 0) {
+    for (int at = lane * kBlockBytes; at < bytes; at += plan.lanes_per_piece * kBlockBytes) {
+      copy_async_16(to + at, block + at, true);
+    }
+  }
+  const int32_t last = p.rank - 1;
+  for (int i = lane; i < piece.count - piece.middle; i += plan.lanes_per_piece) {
+    const int at = i < piece.left ? i : i + piece.middle;
+    const int64_t source = wrapped(p, last, piece.first + at + p.pads_before[last]);
+    reinterpret_cast<Element*>(origin)[at] = piece.row[source];
+  }
+}
+
+/// Writes the piece: whole blocks of out, and single elements at both ends.
+template <class Element>
+__device__ void scatter(const PiecePlan& plan, char* slot, int lane) {
+  constexpr int kPerBlock = kBlockBytes / static_cast<int>(sizeof(Element));
+  const auto piece = *reinterpret_cast<const Piece<Element>*>(slot);
+  const char* origin = origin_of(plan, slot, piece);
+  const int to_block = static_cast<int>((kBlockBytes - behind_block(piece.to)) % kBlockBytes / sizeof(Element));
+  const int before = min(to_block, piece.count);
+  const int blocks = (piece.count - before) / kPerBlock;
+  const char* from = origin + before * sizeof(Element);
+  auto* to = reinterpret_cast<uint4*>(piece.to + before);
+  for (int i = lane; i < blocks; i += plan.lanes_per_piece) __stcs(to + i, load_unaligned(from + i * kBlockBytes));
+  for (int i = lane; i < piece.count - blocks * kPerBlock; i += plan.lanes_per_piece) {
+    const int at = i < before ? i : i + blocks * kPerBlock;
+    piece.to[at] = reinterpret_cast<const Element*>(origin)[at];
+  }
+}
+
+// ---- kernels --------------------------------------------------------------------------------------------------------
 
 template <class Element, class Index>
-__global__ void __launch_bounds__(kThreads) circular_pad_rows_kernel(const CircularPadProblem p, const RowPlan plan) {
-  constexpr uint32_t kPerStore = 16 / sizeof(Element);
-  const int32_t last = p.rank - 1;
-  const auto left = static_cast<int32_t>(plan.most_stores > 0 ? p.pads_before[last] : 0);
+__global__ void __launch_bounds__(kThreads)
+    circular_pad_pieces_kernel(const CircularPadProblem p, const PiecePlan plan) {
+  extern __shared__ uint4 shared_blocks[];
   const uint32_t lane = threadIdx.x % 32;
-  const auto first_row =
-      (static_cast<Index>(blockIdx.x) * kWarps + threadIdx.x / 32) * static_cast<Index>(plan.rows_per_warp);
-  if (first_row >= static_cast<Index>(plan.num_rows)) return;
-  const auto rows =
-      static_cast<uint32_t>(min(static_cast<Index>(plan.rows_per_warp), static_cast<Index>(plan.num_rows) - first_row));
-  const RowOffsets own = row_offsets<Index>(p, first_row + min(lane, rows - 1));
-  const auto* x = static_cast<const Element*>(p.x);
-  auto* out = static_cast<Element*>(p.out);
-
-  const uint32_t stores = rows * plan.most_stores;
-  for (uint32_t first = 0; first < stores; first += 32 * kAhead) {
-    uint4 bytes[kAhead];
-    Element* to[kAhead];
-#pragma unroll
-    for (uint32_t i = 0; i < kAhead; ++i) {
-      const uint32_t store = first + i * 32 + lane;
-      const uint32_t row = min(store / plan.most_stores, rows - 1);
-      const Element* from_row = x + shuffle(own.x, row);
-      Element* to_row = out + shuffle(own.out, row);
-      const RowBlocks<Element> blocks(plan, to_row);
-      const uint32_t block = store - row * plan.most_stores;
-      to[i] = nullptr;
-      if (store < stores && block < blocks.count) {
-        const uint32_t at = blocks.begin + block * kPerStore;
-        to[i] = to_row + at;
-        bytes[i] = load_unaligned(from_row + (static_cast<int32_t>(at) - left));
-      }
-    }
-#pragma unroll
-    for (uint32_t i = 0; i < kAhead; ++i) {
-      if (to[i] != nullptr) *reinterpret_cast<uint4*>(to[i]) = bytes[i];
-    }
+  const Index first =
+      (static_cast<Index>(blockIdx.x) * kWarps + threadIdx.x / 32) * static_cast<Index>(plan.pieces_per_warp);
+  if (first >= static_cast<Index>(plan.num_pieces)) return;
+  const auto pieces =
+      static_cast<int>(min(static_cast<Index>(plan.pieces_per_warp), static_cast<Index>(plan.num_pieces) - first));
+  char* slots = reinterpret_cast<char*>(shared_blocks) + threadIdx.x / 32 * plan.pieces_per_warp * plan.slot_bytes;
+  if (static_cast<int>(lane) < pieces) {
+    *reinterpret_cast<Piece<Element>*>(slots + lane * plan.slot_bytes) =
+        piece_of<Element>(p, plan, first + static_cast<Index>(lane));
   }
-  const uint32_t rest = rows * plan.most_rest;  // most_rest is below 2^26, see launch
-  for (uint32_t first = 0; first < rest; first += 32) {
-    const uint32_t slot = first + lane;
-    const uint32_t row = min(slot / plan.most_rest, rows - 1);
-    const Element* from_row = x + shuffle(own.x, row);
-    Element* to_row = out + shuffle(own.out, row);
-    const RowBlocks<Element> blocks(plan, to_row);
-    int64_t at = slot - row * plan.most_rest;
-    if (blocks.count > 0 && at >= blocks.begin) at += blocks.count * kPerStore;
-    if (slot >= rest || at >= p.out_extents[last]) continue;
-    int64_t source = at - p.pads_before[last];
-    if (source < 0 || source >= p.x_extents[last]) source = p.source_index(last, at);
-    to_row[at * p.out_strides[last]] = from_row[source * p.x_strides[last]];
-  }
+  __syncwarp();  // shows the pieces to all lanes
+  const int group = static_cast<int>(lane) / plan.lanes_per_piece;
+  const int groups = 32 / plan.lanes_per_piece;
+  const int lane_in_group = static_cast<int>(lane) % plan.lanes_per_piece;
+  for (int i = group; i < pieces; i += groups) gather<Element>(p, plan, slots + i * plan.slot_bytes, lane_in_group);
+  copy_async_wait_all();
+  __syncwarp();  // shows every lane's copies and wrapped elements to all lanes
+  for (int i = group; i < pieces; i += groups) scatter<Element>(plan, slots + i * plan.slot_bytes, lane_in_group);
 }
 
-/// Rows of any length: one warp a row, element by element.
+/// A last axis with any strides: one warp a row, element by element.
 template <class Element>
 __global__ void __launch_bounds__(kThreads)
     circular_pad_elements_kernel(const CircularPadProblem p, const int64_t num_rows) {
@@ -168,9 +206,8 @@ __global__ void __launch_bounds__(kThreads)
        row += int64_t{gridDim.x} * kWarps) {
     const RowOffsets offsets = row_offsets<uint64_t>(p, static_cast<uint64_t>(row));
     for (int64_t at = threadIdx.x % 32; at < p.out_extents[last]; at += 32) {
-      const int64_t source = p.source_index(last, at);
       static_cast<Element*>(p.out)[offsets.out + at * p.out_strides[last]] =
-          static_cast<const Element*>(p.x)[offsets.x + source * p.x_strides[last]];
+          static_cast<const Element*>(p.x)[offsets.x + wrapped(p, last, at) * p.x_strides[last]];
     }
   }
 }
@@ -206,36 +243,36 @@ void join_axes(CircularPadProblem* p) {
 
 template <class Element>
 Status launch(const CircularPadProblem& p, int64_t num_rows, Stream stream) {
-  constexpr int64_t kPerStore = 16 / sizeof(Element);
-  constexpr int64_t kLongRow = int64_t{1} << 26;  // 32 of them are counted in 32 bits
+  constexpr auto kElementBytes = static_cast<int64_t>(sizeof(Element));
   const int32_t last = p.rank - 1;
   const int64_t width = p.out_extents[last];
   const int64_t wanted_warps = int64_t{device_numbers().num_multiprocessors} * 32;
-  if (width >= kLongRow || p.x_extents[last] >= kLongRow || std::abs(p.pads_before[last]) >= kLongRow) {
+  if (p.x_strides[last] != 1 || p.out_strides[last] != 1) {
     const auto blocks = static_cast<unsigned>(blocks_for(num_rows, kWarps, wanted_warps));
     circular_pad_elements_kernel<Element><<<blocks, kThreads, 0, stream_of(stream)>>>(p, num_rows);
     return launch_status("circular_pad: cuda_rows");
   }
-  RowPlan plan = {.num_rows = num_rows};
-  if (p.x_strides[last] == 1 && p.out_strides[last] == 1) {
-    const int64_t begin = std::clamp<int64_t>(p.pads_before[last], 0, width);
-    const int64_t end = std::clamp<int64_t>(p.pads_before[last] + p.x_extents[last], begin, width);
-    plan.middle_begin = static_cast<uint32_t>(begin);
-    plan.middle_end = static_cast<uint32_t>(end);
-    plan.most_stores = static_cast<uint32_t>((end - begin) / kPerStore);
-  }
-  // Where a row's blocks begin depends on its address: they are one fewer than most_stores at least.
-  plan.most_rest = static_cast<uint32_t>(width - std::max<int64_t>(0, int64_t{plan.most_stores} - 1) * kPerStore);
-  plan.rows_per_warp = static_cast<uint32_t>(std::clamp<int64_t>(num_rows / wanted_warps, 1, kRowsPerWarp));
-  const int64_t warps = (num_rows + plan.rows_per_warp - 1) / plan.rows_per_warp;
-  const int64_t blocks = (warps + kWarps - 1) / kWarps;
-  if (num_rows < (int64_t{1} << 30)) {
-    circular_pad_rows_kernel<Element, uint32_t>
-        <<<static_cast<unsigned>(blocks), kThreads, 0, stream_of(stream)>>>(p, plan);
-  } else {
-    circular_pad_rows_kernel<Element, uint64_t>
-        <<<static_cast<unsigned>(blocks), kThreads, 0, stream_of(stream)>>>(p, plan);
-  }
+  const auto whole_blocks = [](int64_t bytes) { return (bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes; };
+  PiecePlan plan;
+  plan.pieces_per_row = static_cast<uint32_t>((width * kElementBytes + kPieceBytes - 1) / kPieceBytes);
+  const int64_t piece_bytes = whole_blocks((width + plan.pieces_per_row - 1) / plan.pieces_per_row * kElementBytes);
+  plan.piece_elements = piece_bytes / kElementBytes;
+  plan.num_pieces = num_rows * plan.pieces_per_row;
+  plan.left_bytes = static_cast<int32_t>(
+      whole_blocks(std::clamp<int64_t>(p.pads_before[last], 0, plan.piece_elements) * kElementBytes));
+  // Behind the left part up to a block of skew, the piece, and up to a block that load_unaligned reads and drops.
+  const int64_t slot_bytes =
+      static_cast<int64_t>(sizeof(Piece<Element>)) + plan.left_bytes + piece_bytes + 2 * kBlockBytes;
+  plan.slot_bytes = static_cast<int32_t>(slot_bytes);
+  const int64_t fitting = std::clamp<int64_t>(kWarpBytes / slot_bytes, 1, 32);
+  plan.pieces_per_warp = static_cast<uint32_t>(std::clamp<int64_t>(plan.num_pieces / wanted_warps, 1, fitting));
+  while (plan.lanes_per_piece > 1 && plan.lanes_per_piece / 2 * kBlockBytes >= piece_bytes) plan.lanes_per_piece /= 2;
+  const int64_t warps = (plan.num_pieces + plan.pieces_per_warp - 1) / plan.pieces_per_warp;
+  const auto blocks = static_cast<unsigned>((warps + kWarps - 1) / kWarps);
+  const int shared_bytes = kWarps * static_cast<int>(plan.pieces_per_warp) * plan.slot_bytes;
+  const auto kernel = plan.num_pieces < (int64_t{1} << 30) ? circular_pad_pieces_kernel<Element, uint32_t>
+                                                           : circular_pad_pieces_kernel<Element, uint64_t>;
+  kernel<<<blocks, kThreads, shared_bytes, stream_of(stream)>>>(p, plan);
   return launch_status("circular_pad: cuda_rows");
 }
 
