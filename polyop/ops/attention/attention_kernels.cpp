@@ -28,6 +28,11 @@ std::span<const Kernel<AttentionProblem>> attention_kernels() {
        .workspace_bytes = attention_reference_workspace_bytes,
        .launch = attention_reference},
 #ifdef POLYOP_CUDA
+      {.name = "cuda_wgmma",
+       .device = DeviceType::kCuda,
+       .supports = cuda::supports_wgmma,
+       .workspace_bytes = cuda::wgmma_workspace_bytes,
+       .launch = cuda::wgmma},
       {.name = "cuda_split_kv",
        .device = DeviceType::kCuda,
        .supports = cuda::supports_split_kv,

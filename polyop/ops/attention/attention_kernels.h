@@ -37,6 +37,11 @@ Status row_attention(const AttentionProblem& problem, Workspace workspace, Strea
 
 namespace cuda {
 
+/// Many query rows (trees, chunks, prefill) on sm_90, in one launch (see cuda/wgmma_kernel.cuh).
+Status supports_wgmma(const AttentionProblem& problem);
+int64_t wgmma_workspace_bytes(const AttentionProblem& problem);
+Status wgmma(const AttentionProblem& problem, Workspace workspace, Stream stream);
+
 /// Few query rows over long keys at the speed of memory, in one launch (see cuda/split_kv_kernel.cuh).
 Status supports_split_kv(const AttentionProblem& problem);
 int64_t split_kv_workspace_bytes(const AttentionProblem& problem);

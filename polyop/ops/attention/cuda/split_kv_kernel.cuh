@@ -138,25 +138,6 @@ __device__ __noinline__ void run_mixed(const SplitBlock<Kv, kHeadDim>& block) {
   }
 }
 
-/// Packed rows behind the last sequence: 0 and -inf.
-template <int kHeadDim>
-__device__ void clear_rows_of_nobody(const SplitCall& call) {
-  const AttentionProblem& p = call.p;
-  if (p.query_form != AttentionQueryForm::kPacked) return;
-  const int64_t owned = min(max(int64_t{__ldg(p.query_offsets + p.num_sequences)}, int64_t{0}), p.num_query_rows);
-  const int64_t count = (p.num_query_rows - owned) * p.num_query_heads;
-  for (int64_t i = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; i < count; i += int64_t{gridDim.x} * kWarps) {
-    const int64_t row = owned + i / p.num_query_heads;
-    const int64_t head = i % p.num_query_heads;
-    const int64_t offset = row * p.out.row_stride + head * p.out.head_stride;
-    const float zero[1] = {};
-    for (int channel = threadIdx.x % 32; channel < kHeadDim; channel += 32) call.store_out(offset + channel, zero);
-    if (threadIdx.x % 32 == 0 && p.lse.data != nullptr) {
-      static_cast<float*>(p.lse.data)[row * p.lse.row_stride + head * p.lse.head_stride] = -INFINITY;
-    }
-  }
-}
-
 // ---- kernels --------------------------------------------------------------------------------------------------------
 
 template <class Compute, class Kv, int kHeadDim, RowKind kMain>
@@ -164,7 +145,6 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksPerMultiprocessor<kHeadD
     split_kv_kernel(const __grid_constant__ AttentionProblem p, const __grid_constant__ SplitPlan plan,
                     const __grid_constant__ AttentionFlags flags, const __grid_constant__ SplitScratch scratch) {
   extern __shared__ __align__(128) char shared[];
-  using Layout = SplitShared<Kv, kHeadDim>;
   using Layout = SplitShared<Kv, kHeadDim>;
   const SplitBlock<Kv, kHeadDim> block{
       .call = {p, plan, flags, scratch},

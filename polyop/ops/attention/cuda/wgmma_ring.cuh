@@ -1,0 +1,129 @@
+// The way of keys and values into shared memory: one warpgroup copies, some tiles ahead of those that multiply.
+#pragma once
+
+#include <cstdint>
+
+#include "polyop/cuda/ptx.cuh"
+#include "polyop/ops/attention/cuda/split_parts.cuh"
+#include "polyop/ops/attention/cuda/wgmma_plan.cuh"
+
+namespace polyop::cuda {
+
+/// Tiles in shared memory: panels of 64 channels, a row of 128 bytes in each, its 16-byte units swizzled as the matrix
+/// units want them.
+template <int kHeadDim, int kRows>
+struct SwizzledTile {
+  static constexpr int kPanelBytes = kRows * 128;
+  static constexpr int kBytes = kHeadDim / 64 * kPanelBytes;
+  static constexpr int kRowUnits = kHeadDim / 8;
+
+  [[nodiscard]] __device__ static uint32_t unit_offset(uint32_t row, uint32_t unit) {
+    return unit / 8 * kPanelBytes + row * 128 + ((unit ^ row) % 8) * 16;
+  }
+};
+
+template <int kHeadDim>
+struct WgmmaRing {
+  using Tile = SwizzledTile<kHeadDim, kWgmmaTileKeys>;
+  static constexpr int kStages = kHeadDim == 64 ? 4 : 2;
+  static constexpr int kBytes = kStages * 2 * Tile::kBytes;
+
+  uint32_t tiles;     // stages of a tile of k and one of v
+  uint32_t barriers;  // full of each k, full of each v, free of each k, free of each v
+  int32_t stage = 0;
+  uint32_t parity = 0;
+
+  static constexpr int kBarriers = 4 * kStages;
+
+  __device__ void init() const {
+    for (int i = 0; i < kBarriers; ++i) {
+      barrier_init(barriers + i * 8, i < 2 * kStages ? kGroupThreads : kRowGroups * (kGroupThreads / 32));
+    }
+  }
+
+  [[nodiscard]] __device__ uint32_t k_tile() const { return tiles + stage * 2 * Tile::kBytes; }
+  [[nodiscard]] __device__ uint32_t v_tile() const { return k_tile() + Tile::kBytes; }
+  [[nodiscard]] __device__ uint32_t k_full() const { return barriers + stage * 8; }
+  [[nodiscard]] __device__ uint32_t v_full() const { return barriers + (kStages + stage) * 8; }
+  [[nodiscard]] __device__ uint32_t k_free() const { return barriers + (2 * kStages + stage) * 8; }
+  [[nodiscard]] __device__ uint32_t v_free() const { return barriers + (3 * kStages + stage) * 8; }
+
+  __device__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+/// The copying warpgroup. Thread i knows the row of key i of a tile; a warp copies the rows that its lanes know.
+template <int kHeadDim>
+class WgmmaCopier {
+ public:
+  using Ring = WgmmaRing<kHeadDim>;
+  using Tile = typename Ring::Tile;
+
+  __device__ WgmmaCopier(const SplitCall& call, Ring ring) : call_(call), ring_(ring) {}
+
+  /// All tiles of the walk's segment.
+  __device__ void copy_segment(const WgmmaWalk& walk) {
+    const AttentionProblem& p = call_.p;
+    const SequenceGeometry& g = walk.work.sequence.geometry;
+    const SplitSegment& segment = walk.work.segment;
+    int64_t elems = segment.kv_head * p.k.head_stride;
+    if (p.kv_form == AttentionKvForm::kPadded) elems += g.sequence * p.k.outer_stride;
+    if (p.kv_form == AttentionKvForm::kPacked) elems += g.kv_begin * p.k.row_stride;
+    const char* k = static_cast<const char*>(p.k.data) + 2 * elems;
+    const char* v = static_cast<const char*>(p.v.data) + 2 * elems;
+    const int32_t* table = p.page_table + g.sequence * p.page_table_stride;
+    for (int32_t chunk = segment.chunk_begin; chunk < segment.chunk_end; ++chunk) {
+      const KeyRange keys = walk.keys_of(chunk);
+      for (int32_t tile = WgmmaWalk::first_tile(keys); tile < WgmmaWalk::end_tile(keys); ++tile) {
+        const int32_t key = tile * kWgmmaTileKeys + static_cast<int32_t>(threadIdx.x);
+        const int64_t offset = key >= keys.begin && key < keys.end ? row_offset_bytes(key, table) : -1;
+        barrier_wait(ring_.k_free(), ring_.parity ^ 1);
+        copy_rows(k, offset, ring_.k_tile());
+        barrier_arrive_after_copies(ring_.k_full());
+        barrier_wait(ring_.v_free(), ring_.parity ^ 1);
+        copy_rows(v, offset, ring_.v_tile());
+        barrier_arrive_after_copies(ring_.v_full());
+        ring_.advance();
+      }
+    }
+  }
+
+ private:
+  /// Bytes from row 0 (of page 0) to the key's row; -1: its page is outside the pool (flagged).
+  [[nodiscard]] __device__ int64_t row_offset_bytes(int32_t key, const int32_t* table) const {
+    const SplitPlan& plan = call_.plan;
+    const auto at = static_cast<uint32_t>(key);
+    if (plan.page_size == 0) return at * plan.row_bytes;
+    const uint32_t column = plan.page_shift >= 0 ? at >> plan.page_shift : at / plan.page_size;
+    const auto page = static_cast<uint32_t>(__ldg(table + column));
+    if (page >= plan.num_pages) {
+      raise(call_.flags.page_table);
+      return -1;
+    }
+    return page * plan.page_bytes + (at - column * plan.page_size) * plan.row_bytes;
+  }
+
+  /// Copies the 32 rows of a warp; those at -1 are zeros.
+  __device__ void copy_rows(const char* base, int64_t row_offset, uint32_t tile) const {
+    constexpr int kRowsPerStep = 32 / Tile::kRowUnits;
+    const auto lane = static_cast<int>(threadIdx.x % 32);
+    const int unit = lane % Tile::kRowUnits;
+    const auto first_row = static_cast<int>(threadIdx.x / 32 * 32);
+#pragma unroll 4
+    for (int step = 0; step < 32; step += kRowsPerStep) {
+      const int row = step + lane / Tile::kRowUnits;
+      const int64_t offset = __shfl_sync(0xffffffffu, row_offset, row);
+      const bool valid = offset >= 0;
+      copy_async_16(tile + Tile::unit_offset(first_row + row, unit), base + (valid ? offset : 0) + unit * 16, valid);
+    }
+  }
+
+  const SplitCall& call_;
+  Ring ring_;
+};
+
+}  // namespace polyop::cuda

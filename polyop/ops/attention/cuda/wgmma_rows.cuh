@@ -1,0 +1,508 @@
+// The 64 rows of one multiplying warpgroup: scores, weights and sums of a segment, and what becomes of them.
+#pragma once
+
+#include <cstdint>
+
+#include "polyop/ops/attention/cuda/split_parts.cuh"
+#include "polyop/ops/attention/cuda/wgmma_plan.cuh"
+#include "polyop/ops/attention/cuda/wgmma_ptx.cuh"
+#include "polyop/ops/attention/cuda/wgmma_ring.cuh"
+
+namespace polyop::cuda {
+
+/// A row's sums are rescaled only when a score exceeds the reference by this much, so that weights stay below 2^8.
+inline constexpr float kWgmmaSlack = 8.0f;
+
+/// Shared memory of one multiplying warpgroup, beside its walk.
+template <int kHeadDim>
+struct WgmmaGroupMemory {
+  using QueryTile = SwizzledTile<kHeadDim, kGroupRows>;
+  uint32_t queries;  // QueryTile
+  float4* total;  // [D / 8, kGroupThreads] sums of the chunks before the one that is multiplied, as the lanes hold them
+  int* is_last;
+};
+
+/// A lane has rows lane / 4 and lane / 4 + 8 of its warp's sixteen, and of each eight channels or keys two.
+template <class T, int kHeadDim>
+class WgmmaRows {
+ public:
+  using Ring = WgmmaRing<kHeadDim>;
+  using Memory = WgmmaGroupMemory<kHeadDim>;
+  static constexpr int kOut = kHeadDim / 2;  // sums of a lane
+  static constexpr int kQuads = kOut / 4;
+  static constexpr int kWeightSteps = kWgmmaTileKeys / 16;
+  static constexpr int kPartFloats = kWgmmaTileRows * (kHeadDim + 2);
+
+  __device__ WgmmaRows(const SplitCall& call, const WgmmaWalk& walk, const Memory& memory, int group, int32_t lanes)
+      : call_(call), walk_(walk), memory_(memory), group_(group), lanes_(lanes) {
+    const AttentionProblem& p = call_.p;
+    const float k_scale =
+        p.k_scale.data == nullptr ? 1.0f : __ldg(p.k_scale.data + segment().kv_head * p.k_scale.head_stride);
+    const float scale = p.scale * k_scale * kLog2E;
+    is_negative_ = scale < 0.0f;
+    scale_ = fmaxf(fabsf(scale), 1e-35f);  // times the -inf of a hidden key it must not be NaN
+    find_ranges();
+    load_queries();
+  }
+
+  /// All chunks of the segment, to results or to parts.
+  __device__ void run(Ring* ring) {
+    const SplitSegment& at = segment();
+    const int32_t num_chunks = s().num_chunks;
+    RowSum total_sum[2];
+    for (int32_t chunk = at.chunk_begin; chunk < at.chunk_end; ++chunk) {
+      attend(ring, walk_.keys_of(chunk));
+      if (at.chunk_begin > 0) {
+        store_part(part_of(static_cast<int32_t>(blockIdx.x), chunk - at.chunk_begin));
+        continue;
+      }
+      float4* total = memory_.total + thread();
+      if (chunk > 0) {
+        const float2 factors[2] = {total_sum[0].join(sum_[0]), total_sum[1].join(sum_[1])};
+        sum_[0] = total_sum[0];
+        sum_[1] = total_sum[1];
+#pragma unroll
+        for (int i = 0; i < kQuads; ++i) join_quad(i, total[i * kGroupThreads], factors);
+      }
+      if (chunk + 1 < at.chunk_end) {
+        total_sum[0] = sum_[0];
+        total_sum[1] = sum_[1];
+#pragma unroll
+        for (int i = 0; i < kQuads; ++i) total[i * kGroupThreads] = quad(i);
+      } else if (chunk + 1 == num_chunks) {
+        store_results();
+      } else {
+        store_part(part_of(static_cast<int32_t>(blockIdx.x), call_.scratch.most_leading));
+      }
+    }
+    if (at.chunk_end - at.chunk_begin == num_chunks) return;
+    if (count_chunks()) {
+      gather_parts();
+      store_results();
+    }
+  }
+
+ private:
+  [[nodiscard]] __device__ static int32_t thread() { return static_cast<int32_t>(threadIdx.x) % kGroupThreads; }
+  [[nodiscard]] __device__ const SequenceItems& s() const { return walk_.work.sequence; }
+  [[nodiscard]] __device__ const SplitSegment& segment() const { return walk_.work.segment; }
+
+  /// Row of the lane in its sequence, in rows x G.
+  [[nodiscard]] __device__ int32_t row(int half) const {
+    return segment().row_begin + group_ * kGroupRows + thread() / 32 * 16 + thread() % 32 / 4 + half * 8;
+  }
+
+  [[nodiscard]] __device__ bool attends(int32_t at) const {
+    return at < s().num_rows && at / call_.plan.group_size < s().geometry.query_rows;
+  }
+
+  __device__ void sync_group() const {
+    if (group_ == 0) {
+      named_barrier_sync<1, kGroupThreads>();
+    } else {
+      static_assert(kRowGroups == 2);
+      named_barrier_sync<2, kGroupThreads>();
+    }
+  }
+
+  // ---- rows ---------------------------------------------------------------------------------------------------------
+
+  /// Visible keys of the lane's rows, and those that all rows of the warp see. Rows that do not attend see all: what
+  /// they gather is dropped.
+  __device__ void find_ranges() {
+    common_begin_ = 0;
+    common_end_ = INT32_MAX;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      begin_[half] = 0;
+      end_[half] = INT32_MAX;
+      if (!attends(row(half))) continue;
+      const KeyRange visible = s().geometry.visible(call_.p, row(half) / call_.plan.group_size);
+      begin_[half] = visible.begin;
+      end_[half] = visible.end;
+      common_begin_ = max(common_begin_, visible.begin);
+      common_end_ = min(common_end_, visible.end);
+      if (call_.p.tree_mask.words != nullptr)
+        common_end_ = min(common_end_, s().geometry.kv_length - s().geometry.allotted);
+    }
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) {
+      common_begin_ = max(common_begin_, __shfl_xor_sync(0xffffffffu, common_begin_, step));
+      common_end_ = min(common_end_, __shfl_xor_sync(0xffffffffu, common_end_, step));
+    }
+  }
+
+  /// q into shared memory; rows that do not attend are zeros.
+  __device__ void load_queries() {
+    using Tile = typename Memory::QueryTile;
+    const AttentionProblem& p = call_.p;
+    constexpr int kRowsPerStep = kGroupThreads / Tile::kRowUnits;
+    const int unit = thread() % Tile::kRowUnits;
+#pragma unroll 2
+    for (int first = 0; first < kGroupRows; first += kRowsPerStep) {
+      const int in_group = first + thread() / Tile::kRowUnits;
+      const int32_t at = segment().row_begin + group_ * kGroupRows + in_group;
+      const bool valid = attends(at);
+      const int64_t offset =
+          valid ? row_offset(p, p.q, s().geometry, at / call_.plan.group_size, call_.head_of(segment().kv_head, at))
+                : 0;
+      copy_async_16(memory_.queries + Tile::unit_offset(in_group, unit),
+                    static_cast<const T*>(p.q.data) + offset + unit * 8, valid);
+    }
+    copy_async_wait_all();
+    fence_async_proxy();
+    sync_group();  // queries of all warps
+  }
+
+  // ---- one chunk ----------------------------------------------------------------------------------------------------
+
+  __device__ void attend(Ring* ring, KeyRange keys) {
+    sum_[0] = sum_[1] = {.reference = 0.0f, .denominator = 0.0f};
+    limit_[0] = limit_[1] = -INFINITY;
+    const int32_t first = WgmmaWalk::first_tile(keys);
+    const int32_t end = WgmmaWalk::end_tile(keys);
+    const bool is_idle = segment().row_begin + group_ * kGroupRows >= s().num_rows;
+    if (first >= end || is_idle) {
+      for (int32_t tile = first; tile < end; ++tile) pass(ring);
+#pragma unroll
+      for (int i = 0; i < kOut; ++i) out_[i] = 0.0f;
+    } else {
+      Ring values = *ring;  // one tile behind
+      float shrink[2];
+      barrier_wait(ring->k_full(), ring->parity);
+      fence_async_proxy();
+      pin_registers(score_);
+      warpgroup_fence();
+      multiply_keys(ring->k_tile());
+      warpgroup_wait<0>();
+      pin_registers(score_);
+      release(ring->k_free());
+      ring->advance();
+      weigh(first * kWgmmaTileKeys, shrink);
+      pack_weights();
+#pragma unroll 1
+      for (int32_t tile = first + 1; tile < end; ++tile) {
+        barrier_wait(ring->k_full(), ring->parity);
+        fence_async_proxy();
+        pin_registers(score_);
+        pin_registers(out_);
+        warpgroup_fence();
+        multiply_keys(ring->k_tile());
+        barrier_wait(values.v_full(), values.parity);
+        fence_async_proxy();
+        warpgroup_fence();
+        multiply_values(values.v_tile(), tile > first + 1);
+        warpgroup_wait<1>();
+        pin_registers(score_);
+        release(ring->k_free());
+        ring->advance();
+        const bool shrinks = weigh(tile * kWgmmaTileKeys, shrink);
+        warpgroup_wait<0>();
+        pin_registers(out_);
+        release(values.v_free());
+        values.advance();
+        if (shrinks) {
+#pragma unroll
+          for (int i = 0; i < kOut; ++i) out_[i] *= shrink[i / 2 % 2];
+        }
+        pack_weights();
+      }
+      barrier_wait(values.v_full(), values.parity);
+      fence_async_proxy();
+      pin_registers(out_);
+      warpgroup_fence();
+      multiply_values(values.v_tile(), end > first + 1);
+      warpgroup_wait<0>();
+      pin_registers(out_);
+      release(values.v_free());
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      sum_[half].denominator += __shfl_xor_sync(0xffffffffu, sum_[half].denominator, 1);
+      sum_[half].denominator += __shfl_xor_sync(0xffffffffu, sum_[half].denominator, 2);
+      if (limit_[half] == -INFINITY) sum_[half].reference = -INFINITY;
+      if (!attends(row(half))) sum_[half] = {};
+    }
+  }
+
+  /// A tile that concerns no row of the warpgroup.
+  __device__ void pass(Ring* ring) const {
+    barrier_wait(ring->k_full(), ring->parity);
+    release(ring->k_free());
+    barrier_wait(ring->v_full(), ring->parity);
+    release(ring->v_free());
+    ring->advance();
+  }
+
+  /// The warp is done with a tile.
+  __device__ void release(uint32_t barrier) const {
+    __syncwarp();  // all lanes have waited for the products
+    if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+  }
+
+  /// score_ (64, kWgmmaTileKeys) = q k^T, one group of products.
+  __device__ void multiply_keys(uint32_t tile) {
+    using Query = typename Memory::QueryTile;
+    using Key = typename Ring::Tile;
+#pragma unroll
+    for (int step = 0; step < kHeadDim / 16; ++step) {
+      const uint32_t in_row = step % 4 * 32;
+      multiply_rows<T>(score_, tile_descriptor(memory_.queries + step / 4 * Query::kPanelBytes + in_row, 16),
+                       tile_descriptor(tile + step / 4 * Key::kPanelBytes + in_row, 16), step > 0);
+    }
+    warpgroup_commit();
+  }
+
+  /// out_ (64, D) += weights v, one group of products; nothing is added to when `keeps` is false.
+  __device__ void multiply_values(uint32_t tile, bool keeps) {
+#pragma unroll
+    for (int step = 0; step < kWeightSteps; ++step) {
+      multiply_weights<T>(out_, weights_[step], tile_descriptor(tile + step * 16 * 128, Ring::Tile::kPanelBytes),
+                          step > 0 || keeps);
+    }
+    warpgroup_commit();
+  }
+
+  /// Scores to weights in f32. True when a row of the warp has a new reference: sums so far are multiplied by `shrink`.
+  /// Whether a row does so depends on its own scores alone.
+  __device__ bool weigh(int32_t key, float (&shrink)[2]) {
+    if (is_negative_) {
+#pragma unroll
+      for (int i = 0; i < 64; ++i) score_[i] = -score_[i];
+    }
+    if (key < common_begin_ || key + kWgmmaTileKeys > common_end_) hide_keys(key);
+    float largest[2] = {score_[0], score_[2]};
+#pragma unroll
+    for (int i = 0; i < 64; ++i) largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], score_[i]);
+    const bool exceeds = largest[0] * scale_ > limit_[0] || largest[1] * scale_ > limit_[1];
+    const bool shrinks = __any_sync(0xffffffffu, exceeds);
+    if (shrinks) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float most = largest[half];
+        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2)) * scale_;
+        shrink[half] = 1.0f;
+        if (most > limit_[half]) {
+          shrink[half] = limit_[half] == -INFINITY ? 0.0f : exp2_approximate(sum_[half].reference - most);
+          sum_[half].reference = most;
+          limit_[half] = most + kWgmmaSlack;
+          sum_[half].denominator *= shrink[half];
+        }
+      }
+    }
+    float odd[2] = {};  // two chains of sums are done sooner than one
+#pragma unroll
+    for (int i = 0; i < 64; ++i) {
+      const int half = i / 2 % 2;
+      score_[i] = exp2_approximate(fmaf(score_[i], scale_, -sum_[half].reference));
+      if (i % 2 == 0) {
+        sum_[half].denominator += score_[i];
+      } else {
+        odd[half] += score_[i];
+      }
+    }
+    sum_[0].denominator += odd[0];
+    sum_[1].denominator += odd[1];
+    return shrinks;
+  }
+
+  __device__ void pack_weights() {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) weights_[i / 4][i % 4] = narrow_pair<T>(score_[2 * i], score_[2 * i + 1]);
+  }
+
+  __device__ void hide_keys(int32_t key) {
+    const int32_t own = key + 2 * (thread() % 4);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t begin = begin_[half] - own;
+      const int32_t end = end_[half] - own;
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        const int32_t at = i / 2 * 8 + i % 2;
+        if (at < begin || at >= end) score_[i / 2 * 4 + half * 2 + i % 2] = -INFINITY;
+      }
+    }
+    const SequenceGeometry& g = s().geometry;
+    if (call_.p.tree_mask.words != nullptr && key + kWgmmaTileKeys > g.kv_length - g.allotted) hide_branches(key);
+  }
+
+  /// Keys that the tree bits hide.
+  __device__ void hide_branches(int32_t key) {
+    const AttentionProblem& p = call_.p;
+    const SequenceGeometry& g = s().geometry;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (!attends(row(half))) continue;
+      const int64_t global_row = int64_t{g.row_begin} + row(half) / call_.plan.group_size;
+      const int32_t* words = p.tree_mask.words + global_row * p.tree_mask.row_stride;
+      const int32_t last_word = (g.allotted - 1) / 32;
+      const auto word = [&](int32_t index) {  // keys before the tree are visible, those behind it are not there
+        return index < 0 ? ~0u : index > last_word ? 0u : static_cast<uint32_t>(__ldg(words + index));
+      };
+#pragma unroll
+      for (int span = 0; span < kWgmmaTileKeys / 32; ++span) {
+        const int32_t column = key + span * 32 - (g.kv_length - g.allotted);
+        const uint32_t bits =
+            __funnelshift_r(word(column >> 5), word((column >> 5) + 1), column & 31) >> 2 * (thread() % 4);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          if ((bits >> (i / 2 * 8 + i % 2) & 1u) == 0) score_[(span * 4 + i / 2) * 4 + half * 2 + i % 2] = -INFINITY;
+        }
+      }
+    }
+  }
+
+  // ---- results and parts --------------------------------------------------------------------------------------------
+
+  /// Two sums of each of the lane's rows.
+  [[nodiscard]] __device__ float4 quad(int i) const {
+    return {out_[4 * i], out_[4 * i + 1], out_[4 * i + 2], out_[4 * i + 3]};
+  }
+
+  __device__ void set_quad(int i, float4 values) {
+    out_[4 * i] = values.x;
+    out_[4 * i + 1] = values.y;
+    out_[4 * i + 2] = values.z;
+    out_[4 * i + 3] = values.w;
+  }
+
+  /// Four sums of the chunks before and those of the chunk in out_, to out_.
+  __device__ void join_quad(int i, float4 before, const float2 (&factors)[2]) {
+    out_[4 * i] = join_sums(before.x, out_[4 * i], factors[0]);
+    out_[4 * i + 1] = join_sums(before.y, out_[4 * i + 1], factors[0]);
+    out_[4 * i + 2] = join_sums(before.z, out_[4 * i + 2], factors[1]);
+    out_[4 * i + 3] = join_sums(before.w, out_[4 * i + 3], factors[1]);
+  }
+
+  /// The warpgroup's half of a part; leading: number of the chunk in its block's share, or most_leading.
+  [[nodiscard]] __device__ float* part_of(int32_t block, int32_t leading) const {
+    const int64_t slot = int64_t{block} * (call_.scratch.most_leading + 1) + leading;
+    return call_.scratch.narrow + slot * kPartFloats + group_ * (kPartFloats / kRowGroups);
+  }
+
+  /// Sums as the lanes hold them, then reference and denominator of each row.
+  __device__ void store_part(float* part) const {
+    auto* sums = reinterpret_cast<float4*>(part) + thread();
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) __stcg(sums + i * kGroupThreads, quad(i));
+    if (thread() % 4 != 0) return;
+    auto* rows = reinterpret_cast<float2*>(part + kGroupRows * kHeadDim) + thread() / 32 * 16 + thread() % 32 / 4;
+    __stcg(rows, float2{sum_[0].reference, sum_[0].denominator});
+    __stcg(rows + 8, float2{sum_[1].reference, sum_[1].denominator});
+  }
+
+  /// A part as the lanes hold it.
+  struct Part {
+    float4 sums[kQuads];
+    float2 rows[2];
+  };
+
+  __device__ Part load_part(const float* part) const {
+    const auto* sums = reinterpret_cast<const float4*>(part) + thread();
+    const auto* rows =
+        reinterpret_cast<const float2*>(part + kGroupRows * kHeadDim) + thread() / 32 * 16 + thread() % 32 / 4;
+    Part result;
+    result.rows[0] = __ldcg(rows);
+    result.rows[1] = __ldcg(rows + 8);
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) result.sums[i] = __ldcg(sums + i * kGroupThreads);
+    return result;
+  }
+
+  /// The part joins what out_ and sum_ hold.
+  __device__ void join_part(const Part& part) {
+    const float2 factors[2] = {sum_[0].join({part.rows[0].x, part.rows[0].y}),
+                               sum_[1].join({part.rows[1].x, part.rows[1].y})};
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) {
+      const float4 before = quad(i);
+      set_quad(i, part.sums[i]);
+      join_quad(i, before, factors);
+    }
+  }
+
+  /// The parts of all chunks, in their order.
+  __device__ void gather_parts() {
+    const int32_t tile_item = segment().tile_item;
+    const int32_t lane = static_cast<int32_t>(blockIdx.x) % lanes_;
+    const int32_t first_owner = tile_item / walk_.share;
+    const Part first = load_part(part_of(first_owner * lanes_ + lane, call_.scratch.most_leading));
+    sum_[0] = {first.rows[0].x, first.rows[0].y};
+    sum_[1] = {first.rows[1].x, first.rows[1].y};
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) set_quad(i, first.sums[i]);
+    const auto part_at = [&](int32_t item) {
+      const int32_t owner = item / walk_.share;
+      return part_of(owner * lanes_ + lane, item - owner * walk_.share);
+    };
+    const int32_t end = tile_item + s().num_chunks;
+    for (int32_t item = (first_owner + 1) * walk_.share; item < end; item += 2) {  // two are on their way at a time
+      const Part one = load_part(part_at(item));
+      const Part two = load_part(part_at(min(item + 1, end - 1)));
+      join_part(one);
+      if (item + 1 < end) join_part(two);
+    }
+  }
+
+  /// Counts the segment's chunks, whose parts the warpgroup has written; true when none is missing of its rows.
+  [[nodiscard]] __device__ bool count_chunks() const {
+    sync_group();  // parts of all warps to thread 0
+    if (thread() == 0) {
+      __threadfence();  // parts to whoever counts last
+      const SequenceGeometry& g = s().geometry;
+      const int64_t tile = g.sequence + int64_t{g.row_begin} * call_.plan.group_size / kWgmmaTileRows +
+                           segment().row_begin / kWgmmaTileRows;
+      uint32_t* semaphore =
+          call_.scratch.semaphores + (tile * call_.num_kv_heads() + segment().kv_head) * kRowGroups + group_;
+      const auto count = static_cast<uint32_t>(segment().chunk_end - segment().chunk_begin);
+      const bool last = fetch_add(semaphore, count) + count == static_cast<uint32_t>(s().num_chunks);
+      if (last) *semaphore = 0;  // for the next launch
+      *memory_.is_last = last ? 1 : 0;
+    }
+    sync_group();  // is_last to all
+    return *memory_.is_last != 0;
+  }
+
+  __device__ void store_results() const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t at = row(half);
+      if (at >= s().num_rows) continue;
+      const float factor = call_.finish_row(s(), segment().kv_head, at, sum_[half], thread() % 4 == 0);
+      const bool is_empty = sum_[half].is_empty();
+      const int64_t offset = call_.out_offset(s(), segment().kv_head, at) + 2 * (thread() % 4);
+#pragma unroll
+      for (int i = 0; i < kHeadDim / 8; ++i) {
+        const float low = is_empty ? 0.0f : out_[4 * i + 2 * half] * factor;
+        const float high = is_empty ? 0.0f : out_[4 * i + 2 * half + 1] * factor;
+        if (call_.p.out.dtype == DType::kF8E4M3) {
+          const float values[2] = {low, high};
+          call_.store_out(offset + i * 8, values);
+        } else {
+          *reinterpret_cast<uint32_t*>(static_cast<T*>(call_.p.out.data) + offset + i * 8) = narrow_pair<T>(low, high);
+        }
+      }
+    }
+  }
+
+  const SplitCall& call_;
+  const WgmmaWalk& walk_;  // in shared memory
+  const Memory& memory_;
+  const int group_;
+  const int32_t lanes_;
+  int32_t begin_[2];  // visible keys
+  int32_t end_[2];
+  int32_t common_begin_;
+  int32_t common_end_;
+  float scale_;  // of the scores, to base 2
+  bool is_negative_;
+  RowSum sum_[2];   // of the chunk; references are 0 until a key was seen
+  float limit_[2];  // reference + slack; -inf until a key was seen
+  float score_[64];
+  float out_[kOut];
+  uint32_t weights_[kWeightSteps][4];
+};
+
+}  // namespace polyop::cuda
