@@ -55,7 +55,9 @@ WgmmaHostPlan make_wgmma_plan(const AttentionProblem& p) {
         wanted == 1 ? 1 : std::min(wanted + 1, std::max<int64_t>(1, divide_up64(p.kv_capacity, kLeastChunk)));
     const int64_t groups = std::max<int64_t>(1, std::min(blocks / host.lanes, most_rows * chunks));
     host.num_blocks = static_cast<int>(groups * host.lanes);
-    host.scratch.most_leading = static_cast<int32_t>(std::min(chunks, divide_up64(most_rows * chunks, groups)));
+    // One sequence's items are shared out evenly; of several, a block may have all the last chunks of a tile.
+    const int64_t most_items = p.num_sequences == 1 ? divide_up64(most_rows * chunks, groups) : chunks;
+    host.scratch.most_leading = static_cast<int32_t>(std::min(chunks, most_items));
     host.part_floats = chunks == 1 ? 0 : host.num_blocks * (int64_t{host.scratch.most_leading} + 1) * part_floats;
     if (host.part_floats * 4 <= kMostScratchBytes) break;
     plan.splits_wide = false;

@@ -36,7 +36,6 @@ struct WgmmaShared {
 template <int kHeadDim>
 struct WgmmaControl {
   uint64_t barriers[WgmmaRing<kHeadDim>::kBarriers];
-  WgmmaShare share;
   WgmmaWalk walks[kRowGroups + 1];  // the copying warpgroup's is the last one
   int is_last[kRowGroups];
 };
@@ -59,12 +58,10 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
   WgmmaRing<kHeadDim> ring{.tiles = queries + Shared::kQueryBytes, .barriers = shared_address(control.barriers)};
   const int group = static_cast<int>(threadIdx.x) / kGroupThreads - 1;  // -1: copies
   if (threadIdx.x < 32) {
-    auto* kept = reinterpret_cast<int32_t*>(wgmma_shared);
-    const WgmmaShare share = find_wgmma_share(p, plan, lanes, flags, kept, Shared::kBytes / 4);
-    if (threadIdx.x == 0) {
-      for (WgmmaWalk& walk : control.walks) walk.start(share);
-      ring.init();
-    }
+    auto* kept = reinterpret_cast<int64_t*>(wgmma_shared);
+    const WgmmaShare share = find_wgmma_share(p, plan, lanes, flags, kept, Shared::kBytes / 8);
+    if (threadIdx.x <= kRowGroups) control.walks[threadIdx.x].start(p, plan, lanes, flags, share);
+    if (threadIdx.x == 0) ring.init();
   }
   __syncthreads();  // walks and barriers to all
   if (group < 0) {
@@ -72,9 +69,9 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
     WgmmaWalk& walk = control.walks[kRowGroups];
     WgmmaCopier<kHeadDim> copier(call, ring);
     while (true) {
-      named_barrier_sync<3, kGroupThreads>();  // the segment is copied
+      sync_warpgroup(group);  // the segment is copied
       if (threadIdx.x == 0) walk.step(p, plan, lanes, flags);
-      named_barrier_sync<3, kGroupThreads>();  // the walk to all
+      sync_warpgroup(group);  // the walk to all
       if (!walk.has_segment) break;
       copier.copy_segment(walk);
     }
@@ -88,17 +85,11 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
         .total = reinterpret_cast<float4*>(wgmma_shared + Shared::kQueryBytes + WgmmaRing<kHeadDim>::kBytes +
                                            group * (Shared::kTotalBytes / kRowGroups)),
         .is_last = &control.is_last[group]};
-    const auto sync_group = [group] {
-      if (group == 0) {
-        named_barrier_sync<1, kGroupThreads>();
-      } else {
-        named_barrier_sync<2, kGroupThreads>();
-      }
-    };
+    WarpgroupTurns(group).start();
     while (true) {
-      sync_group();  // all warps are done with the segment and its queries
+      sync_warpgroup(group);  // all warps are done with the segment and its queries
       if (threadIdx.x % kGroupThreads == 0) walk.step(p, plan, lanes, flags);
-      sync_group();  // the walk to all
+      sync_warpgroup(group);  // the walk to all
       if (!walk.has_segment) break;
       WgmmaRows<T, kHeadDim> rows(call, walk, memory, group, lanes);
       rows.run(&ring);

@@ -18,9 +18,15 @@ inline constexpr int kWgmmaThreads = (kRowGroups + 1) * kGroupThreads;
 
 /// A sequence's share of the items. Its units, the tiles of all heads, are dealt out to `lanes` blocks side by side, so
 /// that two blocks read the same keys at the same time; one item is one chunk of a unit of every lane.
-__device__ inline SequenceItems read_wgmma_items(const AttentionProblem& p, const SplitPlan& plan, int32_t lanes,
-                                                 int32_t sequence, const AttentionFlags& flags) {
-  SequenceItems s;
+struct WgmmaItems : SequenceItems {
+  int32_t item_cost = 0;  // tiles of keys, on average, and what an item costs beside them
+};
+
+inline constexpr int kItemOverhead = 2;  // tiles that could be multiplied while an item begins and ends
+
+__device__ inline WgmmaItems read_wgmma_items(const AttentionProblem& p, const SplitPlan& plan, int32_t lanes,
+                                              int32_t sequence, const AttentionFlags& flags) {
+  WgmmaItems s;
   s.geometry = read_geometry(p, sequence, flags);
   s.num_rows = s.geometry.allotted * plan.group_size;
   if (s.num_rows == 0) return s;
@@ -28,65 +34,87 @@ __device__ inline SequenceItems read_wgmma_items(const AttentionProblem& p, cons
   const auto heads = static_cast<int32_t>(p.num_kv_heads);
   s.tile_rows = kWgmmaTileRows;
   s.num_tiles = divide_up(s.num_rows, kWgmmaTileRows);
-  const int32_t begin = g.query_rows > 0 ? g.visible(p, 0).begin : 0;
-  const int32_t end = g.query_rows > 0 ? max(g.visible(p, g.query_rows - 1).end, 0) : 0;
+  const KeyRange first = g.query_rows > 0 ? g.visible(p, 0) : KeyRange{};
+  const KeyRange last = g.query_rows > 0 ? g.visible(p, g.query_rows - 1) : KeyRange{};
+  const int32_t end = max(last.end, 0);
   int32_t wanted = plan.splits_wide ? divide_up(plan.wide_target_items, heads * s.num_tiles) : 1;
   // A semaphore for each tile, head and warpgroup; where they run out, one chunk needs none.
   const int64_t tiles_before = sequence + int64_t{g.row_begin} * plan.group_size / kWgmmaTileRows;
   if ((tiles_before + s.num_tiles) * heads * kRowGroups > kNumSemaphores) wanted = 1;
-  const int32_t span = wanted > 1 ? max(end - begin, 1) : max(end, 1);
+  const int32_t span = wanted > 1 ? max(end - first.begin, 1) : max(end, 1);
   s.chunk = max(divide_up(divide_up(span, kWgmmaTileKeys), wanted) * kWgmmaTileKeys, kLeastChunk);
-  s.first_chunk = wanted > 1 ? begin / s.chunk : 0;
+  s.first_chunk = wanted > 1 ? first.begin / s.chunk : 0;
   s.num_chunks = max(1, divide_up(end, s.chunk) - s.first_chunk);
   s.count = divide_up(s.num_tiles * heads, lanes) * s.num_chunks;
+  const int32_t seen = (max(first.end - first.begin, 0) + max(last.end - last.begin, 0)) / 2;  // of a row, on average
+  s.item_cost = kItemOverhead + divide_up(seen, kWgmmaTileKeys * s.num_chunks);
   return s;
 }
 
-/// Where the items of a block begin. `share` neighbours in the list of all items belong to one group of lanes.
+/// Where the items of a block begin. Neighbours in the list of all items, of `share` cost together, belong to one group
+/// of lanes: an item to the group in whose share it begins.
 struct WgmmaShare {
-  int32_t share = 0;
-  int32_t start = 0;
-  int32_t count = 0;
+  int64_t share = 1;
+  int64_t end = 0;     // where the group's share ends
+  int64_t before = 0;  // cost of the sequences before `sequence`
   int32_t sequence = 0;
-  int32_t local = 0;  // item of the sequence
 };
 
-/// A whole warp computes it. `kept` holds numbers of items from the first pass over the sequences to the second.
+/// First item of a sequence, whose items begin at `before`, that begins at `cost` or later.
+[[nodiscard]] __device__ inline int64_t first_item_from(int64_t cost, int64_t before, int32_t item_cost) {
+  return cost <= before ? 0 : (cost - before + item_cost - 1) / item_cost;
+}
+
+/// A whole warp computes it. `kept` holds costs from the first pass over the sequences to the second.
 __device__ inline WgmmaShare find_wgmma_share(const AttentionProblem& p, const SplitPlan& plan, int32_t lanes,
-                                              const AttentionFlags& flags, int32_t* kept, int32_t most_kept) {
+                                              const AttentionFlags& flags, int64_t* kept, int32_t most_kept) {
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
   const auto num_sequences = static_cast<int32_t>(p.num_sequences);
-  const auto count_of = [&](int32_t sequence) {
-    return sequence < num_sequences ? read_wgmma_items(p, plan, lanes, sequence, flags).count : 0;
+  int64_t total = 0;
+  int32_t least = INT32_MAX;  // item_cost
+  int32_t most = 0;
+  const auto cost_of = [&](int32_t sequence) {
+    if (sequence >= num_sequences) return int64_t{0};
+    const WgmmaItems items = read_wgmma_items(p, plan, lanes, sequence, flags);
+    if (items.count > 0) {
+      least = min(least, items.item_cost);
+      most = max(most, items.item_cost);
+    }
+    return int64_t{items.count} * items.item_cost;
   };
-  int32_t total = 0;
   for (int32_t sequence = lane; sequence < num_sequences; sequence += 32) {
-    const int32_t own = count_of(sequence);
+    const int64_t own = cost_of(sequence);
     if (sequence < most_kept) kept[sequence] = own;
     total += own;
   }
 #pragma unroll
-  for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(0xffffffffu, total, step);
+  for (int step = 16; step > 0; step /= 2) {
+    total += __shfl_xor_sync(0xffffffffu, total, step);
+    least = min(least, __shfl_xor_sync(0xffffffffu, least, step));
+    most = max(most, __shfl_xor_sync(0xffffffffu, most, step));
+  }
+  const int64_t groups = static_cast<int32_t>(gridDim.x) / lanes;
   WgmmaShare share;
-  share.share = max(1, divide_up(total, static_cast<int32_t>(gridDim.x) / lanes));
-  share.start = static_cast<int32_t>(blockIdx.x) / lanes * share.share;
-  share.count = min(share.share, max(0, total - share.start));
-  if (share.count == 0) return share;
-  int32_t before = 0;  // items of the sequences before `first`
+  share.share = max(int64_t{1}, (total + groups - 1) / groups);
+  if (least == most) share.share = (share.share + most - 1) / most * most;  // whole items, so that fewer tiles are shared
+  const int64_t start = static_cast<int32_t>(blockIdx.x) / lanes * share.share;
+  share.end = start + share.share;
+  share.sequence = num_sequences;
+  int64_t before = 0;  // cost of the sequences before `first`
   for (int32_t first = 0; first < num_sequences; first += 32) {
     const int32_t sequence = first + lane;
-    const int32_t own = sequence < min(most_kept, num_sequences) ? kept[sequence] : count_of(sequence);
-    int32_t sum = own;
+    const int64_t own = sequence < min(most_kept, num_sequences) ? kept[sequence] : cost_of(sequence);
+    int64_t sum = own;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-      const int32_t other = __shfl_up_sync(0xffffffffu, sum, step);
+      const int64_t other = __shfl_up_sync(0xffffffffu, sum, step);
       if (lane >= step) sum += other;
     }
-    const uint32_t reached = __ballot_sync(0xffffffffu, before + sum > share.start);
+    const uint32_t reached = __ballot_sync(0xffffffffu, before + sum > start);
     if (reached != 0) {
       const int at = __ffs(static_cast<int>(reached)) - 1;
       share.sequence = first + at;
-      share.local = share.start - before - __shfl_sync(0xffffffffu, sum - own, at);
+      share.before = before + __shfl_sync(0xffffffffu, sum - own, at);
       return share;
     }
     before += __shfl_sync(0xffffffffu, sum, 31);
@@ -96,44 +124,42 @@ __device__ inline WgmmaShare find_wgmma_share(const AttentionProblem& p, const S
 
 /// Walks over a block's share, a segment at a time; each warpgroup has its own walk in shared memory.
 struct WgmmaWalk {
-  SplitWork work;  // the segment
-  int32_t share;
-  int32_t local;  // next item, in the segment's sequence
-  int32_t next;   // the same, in the list of all
-  int32_t left;
+  WgmmaItems sequence;
+  SplitSegment segment;
+  WgmmaShare share;  // its `before` and `sequence` follow the walk
+  int32_t local;     // next item, in the sequence
   bool has_segment;
 
-  __device__ void start(const WgmmaShare& from) {
-    work.sequence = SequenceItems{};
-    work.sequence.geometry.sequence = from.sequence - 1;  // the first step begins with the one that follows it
-    share = from.share;
-    local = from.local;
-    next = from.start;
-    left = from.count;
-    has_segment = false;
+  __device__ void start(const AttentionProblem& p, const SplitPlan& plan, int32_t lanes, const AttentionFlags& flags,
+                        const WgmmaShare& from) {
+    share = from;
+    local = 0;
+    sequence = WgmmaItems{};
+    if (share.sequence >= p.num_sequences) return;
+    sequence = read_wgmma_items(p, plan, lanes, share.sequence, flags);
+    local = static_cast<int32_t>(first_item_from(share.end - share.share, share.before, max(sequence.item_cost, 1)));
   }
 
   /// To the next segment, by one thread; has_segment is false behind the last one.
   __device__ void step(const AttentionProblem& p, const SplitPlan& plan, int32_t lanes, const AttentionFlags& flags) {
-    bool is_first = !has_segment;
     has_segment = false;
-    while (left > 0) {
-      SequenceItems s = work.sequence;
-      while (local >= s.count) {
-        if (!is_first) local = 0;
-        s = read_wgmma_items(p, plan, lanes, s.geometry.sequence + 1, flags);
-        is_first = false;
+    while (share.sequence < p.num_sequences) {
+      const WgmmaItems& s = sequence;
+      if (local >= s.count) {
+        share.before += int64_t{s.count} * s.item_cost;
+        local = 0;
+        if (++share.sequence < p.num_sequences) sequence = read_wgmma_items(p, plan, lanes, share.sequence, flags);
+        continue;
       }
-      work.sequence = s;
-      SplitSegment segment;
+      const int64_t left = first_item_from(share.end, share.before, s.item_cost) - local;  // items, here and further
+      if (left <= 0) return;
+      segment = SplitSegment{};
       const int32_t row = local / s.num_chunks;
       segment.chunk_begin = local - row * s.num_chunks;
-      const int32_t count = min(left, s.num_chunks - segment.chunk_begin);
+      segment.tile_item = local - segment.chunk_begin;
+      const auto count = static_cast<int32_t>(min(left, int64_t{s.num_chunks - segment.chunk_begin}));
       segment.chunk_end = segment.chunk_begin + count;
-      segment.tile_item = next - segment.chunk_begin;
       local += count;
-      next += count;
-      left -= count;
       // Neighbouring units are the first and the last tile of a head, and lanes take turns: a causal mask makes tiles
       // of unequal cost.
       const int32_t unit = row * lanes + static_cast<int32_t>((blockIdx.x + static_cast<unsigned>(row)) % lanes);
@@ -142,23 +168,31 @@ struct WgmmaWalk {
       const int32_t place = unit - segment.kv_head * s.num_tiles;
       segment.row_begin = (place % 2 == 0 ? place / 2 : s.num_tiles - 1 - place / 2) * kWgmmaTileRows;
       const SequenceGeometry& g = s.geometry;
-      const int32_t first = segment.row_begin / plan.group_size;
       const int32_t end = min(min(segment.row_begin + kWgmmaTileRows, s.num_rows), g.query_rows * plan.group_size);
-      const int32_t last = (end - 1) / plan.group_size;
-      if (end > segment.row_begin && first < g.query_rows) {
-        segment.key_begin = g.visible(p, first).begin;
-        segment.key_end = g.visible(p, last).end;
+      if (end > segment.row_begin) {
+        segment.key_begin = g.visible(p, segment.row_begin / plan.group_size).begin;
+        segment.key_end = g.visible(p, (end - 1) / plan.group_size).end;
       }
-      work.segment = segment;
       has_segment = true;
       return;
     }
   }
 
+  /// The group of lanes that has an item of the sequence, and the item's place among the group's items of the sequence.
+  struct Owner {
+    int32_t group;
+    int32_t place;
+  };
+  [[nodiscard]] __device__ Owner owner_of(int32_t item) const {
+    const int64_t group = (share.before + int64_t{item} * sequence.item_cost) / share.share;
+    const int64_t first = first_item_from(group * share.share, share.before, sequence.item_cost);
+    return {static_cast<int32_t>(group), item - static_cast<int32_t>(first)};
+  }
+
   /// Keys of one chunk that a row of the tile sees.
   [[nodiscard]] __device__ KeyRange keys_of(int32_t chunk) const {
-    const int32_t begin = (work.sequence.first_chunk + chunk) * work.sequence.chunk;
-    return {max(work.segment.key_begin, begin), min(work.segment.key_end, begin + work.sequence.chunk)};
+    const int32_t begin = (sequence.first_chunk + chunk) * sequence.chunk;
+    return {max(segment.key_begin, begin), min(segment.key_end, begin + sequence.chunk)};
   }
 
   /// Tiles of keys that cover a range; they stand at multiples of their size.

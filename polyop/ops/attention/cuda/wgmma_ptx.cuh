@@ -32,6 +32,16 @@ __device__ inline void warpgroup_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
 }
 
+/// "bar.sync" of a named barrier: returns when `threads` threads have come to it.
+__device__ inline void named_barrier_sync(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;\n" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+/// "bar.arrive": comes to a named barrier and does not wait.
+__device__ inline void named_barrier_arrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;\n" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 /// Keeps the compiler from moving uses of sums across a fence or a wait.
 template <int kCount>
 __device__ inline void pin_registers(float (&d)[kCount]) {

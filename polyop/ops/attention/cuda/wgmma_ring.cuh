@@ -63,13 +63,21 @@ class WgmmaCopier {
   using Ring = WgmmaRing<kHeadDim>;
   using Tile = typename Ring::Tile;
 
-  __device__ WgmmaCopier(const SplitCall& call, Ring ring) : call_(call), ring_(ring) {}
+  __device__ WgmmaCopier(const SplitCall& call, Ring ring)
+      : call_(call), ring_(ring), is_dense_(call.plan.page_size % 32 == 0) {
+    const uint32_t lane = threadIdx.x % 32;
+#pragma unroll
+    for (int step = 0; step < kPeriod; ++step) {
+      const uint32_t row = threadIdx.x / 32 * 32 + step * kRowsPerStep + lane / Tile::kRowUnits;
+      to_[step] = Tile::unit_offset(row, lane % Tile::kRowUnits);
+    }
+  }
 
   /// All tiles of the walk's segment.
   __device__ void copy_segment(const WgmmaWalk& walk) {
     const AttentionProblem& p = call_.p;
-    const SequenceGeometry& g = walk.work.sequence.geometry;
-    const SplitSegment& segment = walk.work.segment;
+    const SequenceGeometry& g = walk.sequence.geometry;
+    const SplitSegment& segment = walk.segment;
     int64_t elems = segment.kv_head * p.k.head_stride;
     if (p.kv_form == AttentionKvForm::kPadded) elems += g.sequence * p.k.outer_stride;
     if (p.kv_form == AttentionKvForm::kPacked) elems += g.kv_begin * p.k.row_stride;
@@ -81,11 +89,12 @@ class WgmmaCopier {
       for (int32_t tile = WgmmaWalk::first_tile(keys); tile < WgmmaWalk::end_tile(keys); ++tile) {
         const int32_t key = tile * kWgmmaTileKeys + static_cast<int32_t>(threadIdx.x);
         const int64_t offset = key >= keys.begin && key < keys.end ? row_offset_bytes(key, table) : -1;
+        const bool all_valid = __all_sync(0xffffffffu, offset >= 0);
         barrier_wait(ring_.k_free(), ring_.parity ^ 1);
-        copy_rows(k, offset, ring_.k_tile());
+        copy_rows(k, offset, all_valid, ring_.k_tile());
         barrier_arrive_after_copies(ring_.k_full());
         barrier_wait(ring_.v_free(), ring_.parity ^ 1);
-        copy_rows(v, offset, ring_.v_tile());
+        copy_rows(v, offset, all_valid, ring_.v_tile());
         barrier_arrive_after_copies(ring_.v_full());
         ring_.advance();
       }
@@ -107,23 +116,42 @@ class WgmmaCopier {
     return page * plan.page_bytes + (at - column * plan.page_size) * plan.row_bytes;
   }
 
-  /// Copies the 32 rows of a warp; those at -1 are zeros.
-  __device__ void copy_rows(const char* base, int64_t row_offset, uint32_t tile) const {
-    constexpr int kRowsPerStep = 32 / Tile::kRowUnits;
+  /// Copies the 32 rows of a warp, whose offsets the lanes know; those at -1 are zeros.
+  __device__ void copy_rows(const char* base, int64_t row_offset, bool all_valid, uint32_t tile) const {
     const auto lane = static_cast<int>(threadIdx.x % 32);
-    const int unit = lane % Tile::kRowUnits;
-    const auto first_row = static_cast<int>(threadIdx.x / 32 * 32);
+    const char* own = base + lane % Tile::kRowUnits * 16;
+    const int own_row = lane / Tile::kRowUnits;
+    if (all_valid && is_dense_) {
+      const char* from = own + __shfl_sync(0xffffffffu, row_offset, 0) + own_row * call_.plan.row_bytes;
+      const int64_t distance = kRowsPerStep * call_.plan.row_bytes;
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step, from += distance) copy_async_16(tile + to(step), from, true);
+    } else if (all_valid) {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const int64_t offset = __shfl_sync(0xffffffffu, row_offset, step * kRowsPerStep + own_row);
+        copy_async_16(tile + to(step), own + offset, true);
+      }
+    } else {
 #pragma unroll 4
-    for (int step = 0; step < 32; step += kRowsPerStep) {
-      const int row = step + lane / Tile::kRowUnits;
-      const int64_t offset = __shfl_sync(0xffffffffu, row_offset, row);
-      const bool valid = offset >= 0;
-      copy_async_16(tile + Tile::unit_offset(first_row + row, unit), base + (valid ? offset : 0) + unit * 16, valid);
+      for (int step = 0; step < kSteps; ++step) {
+        const int64_t offset = __shfl_sync(0xffffffffu, row_offset, step * kRowsPerStep + own_row);
+        copy_async_16(tile + to(step), own + (offset < 0 ? 0 : offset), offset >= 0);
+      }
     }
   }
 
+  /// Where the lane's unit of a step goes; the swizzle repeats every eight rows.
+  [[nodiscard]] __device__ uint32_t to(int step) const { return to_[step % kPeriod] + step / kPeriod * 8 * 128; }
+
+  static constexpr int kRowsPerStep = 32 / Tile::kRowUnits;
+  static constexpr int kSteps = 32 / kRowsPerStep;  // of a warp
+  static constexpr int kPeriod = 8 / kRowsPerStep;
+
   const SplitCall& call_;
   Ring ring_;
+  const bool is_dense_;  // 32 keys from a multiple of 32 on lie at equal distances
+  uint32_t to_[kPeriod];
 };
 
 }  // namespace polyop::cuda

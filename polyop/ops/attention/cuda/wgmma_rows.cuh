@@ -1,17 +1,32 @@
-// The 64 rows of one multiplying warpgroup: scores, weights and sums of a segment, and what becomes of them.
+// The 64 rows of one multiplying warpgroup: scores, weights and sums of a segment.
 #pragma once
 
 #include <cstdint>
 
-#include "polyop/ops/attention/cuda/split_parts.cuh"
-#include "polyop/ops/attention/cuda/wgmma_plan.cuh"
 #include "polyop/ops/attention/cuda/wgmma_ptx.cuh"
 #include "polyop/ops/attention/cuda/wgmma_ring.cuh"
+#include "polyop/ops/attention/cuda/wgmma_sums.cuh"
 
 namespace polyop::cuda {
 
 /// A row's sums are rescaled only when a score exceeds the reference by this much, so that weights stay below 2^8.
 inline constexpr float kWgmmaSlack = 8.0f;
+
+/// The two warpgroups start their products in turns, so that one makes weights while the other one's scores are multiplied.
+class WarpgroupTurns {
+ public:
+  __device__ explicit WarpgroupTurns(int group) : group_(group) {}
+  __device__ void start() const {
+    if (group_ == 1) pass_on();
+  }
+  __device__ void wait() const { named_barrier_sync(kFirstBarrier + group_, kRowGroups * kGroupThreads); }
+  __device__ void pass_on() const { named_barrier_arrive(kFirstBarrier + 1 - group_, kRowGroups * kGroupThreads); }
+
+ private:
+  static constexpr int kFirstBarrier = 4;  // of the named barriers; those before are each warpgroup's own
+  static_assert(kRowGroups == 2);
+  int group_;
+};
 
 /// Shared memory of one multiplying warpgroup, beside its walk.
 template <int kHeadDim>
@@ -24,17 +39,19 @@ struct WgmmaGroupMemory {
 
 /// A lane has rows lane / 4 and lane / 4 + 8 of its warp's sixteen, and of each eight channels or keys two.
 template <class T, int kHeadDim>
-class WgmmaRows {
+class WgmmaRows : WgmmaSums<T, kHeadDim> {
+  using Sums = WgmmaSums<T, kHeadDim>;
+  using Sums::attends, Sums::call_, Sums::count_chunks, Sums::gather_parts, Sums::group_, Sums::join_quad, Sums::kOut,
+      Sums::kQuads, Sums::out_, Sums::part_of, Sums::quad, Sums::row, Sums::s, Sums::segment, Sums::store_part,
+      Sums::store_results, Sums::sum_, Sums::sync_group, Sums::thread, Sums::walk_;
+
  public:
   using Ring = WgmmaRing<kHeadDim>;
   using Memory = WgmmaGroupMemory<kHeadDim>;
-  static constexpr int kOut = kHeadDim / 2;  // sums of a lane
-  static constexpr int kQuads = kOut / 4;
   static constexpr int kWeightSteps = kWgmmaTileKeys / 16;
-  static constexpr int kPartFloats = kWgmmaTileRows * (kHeadDim + 2);
 
   __device__ WgmmaRows(const SplitCall& call, const WgmmaWalk& walk, const Memory& memory, int group, int32_t lanes)
-      : call_(call), walk_(walk), memory_(memory), group_(group), lanes_(lanes) {
+      : Sums(call, walk, group, lanes, memory.is_last), memory_(memory), turns_(group) {
     const AttentionProblem& p = call_.p;
     const float k_scale =
         p.k_scale.data == nullptr ? 1.0f : __ldg(p.k_scale.data + segment().kv_head * p.k_scale.head_stride);
@@ -83,28 +100,6 @@ class WgmmaRows {
   }
 
  private:
-  [[nodiscard]] __device__ static int32_t thread() { return static_cast<int32_t>(threadIdx.x) % kGroupThreads; }
-  [[nodiscard]] __device__ const SequenceItems& s() const { return walk_.work.sequence; }
-  [[nodiscard]] __device__ const SplitSegment& segment() const { return walk_.work.segment; }
-
-  /// Row of the lane in its sequence, in rows x G.
-  [[nodiscard]] __device__ int32_t row(int half) const {
-    return segment().row_begin + group_ * kGroupRows + thread() / 32 * 16 + thread() % 32 / 4 + half * 8;
-  }
-
-  [[nodiscard]] __device__ bool attends(int32_t at) const {
-    return at < s().num_rows && at / call_.plan.group_size < s().geometry.query_rows;
-  }
-
-  __device__ void sync_group() const {
-    if (group_ == 0) {
-      named_barrier_sync<1, kGroupThreads>();
-    } else {
-      static_assert(kRowGroups == 2);
-      named_barrier_sync<2, kGroupThreads>();
-    }
-  }
-
   // ---- rows ---------------------------------------------------------------------------------------------------------
 
   /// Visible keys of the lane's rows, and those that all rows of the warp see. Rows that do not attend see all: what
@@ -168,6 +163,7 @@ class WgmmaRows {
       for (int i = 0; i < kOut; ++i) out_[i] = 0.0f;
     } else {
       Ring values = *ring;  // one tile behind
+      const bool takes_turns = segment().row_begin + kGroupRows < s().num_rows;  // the other warpgroup is not idle
       float shrink[2];
       barrier_wait(ring->k_full(), ring->parity);
       fence_async_proxy();
@@ -180,23 +176,27 @@ class WgmmaRows {
       ring->advance();
       weigh(first * kWgmmaTileKeys, shrink);
       pack_weights();
+      wait_for_next(*ring, values, first + 1 < end);
 #pragma unroll 1
       for (int32_t tile = first + 1; tile < end; ++tile) {
-        barrier_wait(ring->k_full(), ring->parity);
+        barrier_wait(values.v_full(), values.parity);
         fence_async_proxy();
+        if (takes_turns) turns_.wait();
         pin_registers(score_);
         pin_registers(out_);
         warpgroup_fence();
         multiply_keys(ring->k_tile());
-        barrier_wait(values.v_full(), values.parity);
-        fence_async_proxy();
         warpgroup_fence();
         multiply_values(values.v_tile(), tile > first + 1);
+        if (takes_turns) turns_.pass_on();
         warpgroup_wait<1>();
         pin_registers(score_);
         release(ring->k_free());
         ring->advance();
         const bool shrinks = weigh(tile * kWgmmaTileKeys, shrink);
+        Ring next_values = values;
+        next_values.advance();
+        wait_for_next(*ring, next_values, tile + 1 < end);
         warpgroup_wait<0>();
         pin_registers(out_);
         release(values.v_free());
@@ -232,6 +232,14 @@ class WgmmaRows {
     barrier_wait(ring->v_full(), ring->parity);
     release(ring->v_free());
     ring->advance();
+  }
+
+  /// Waits for what is multiplied next: the next keys, or the last values. Sums are never negative, so the parity is the
+  /// ring's; but it depends on them, and the compiler cannot move the making of the weights behind the products
+  /// that are to hide it.
+  __device__ void wait_for_next(const Ring& keys, const Ring& values, bool has_keys) const {
+    const uint32_t none = sum_[0].denominator + sum_[1].denominator < 0.0f ? 1 : 0;
+    barrier_wait(has_keys ? keys.k_full() : values.v_full(), (has_keys ? keys.parity : values.parity) ^ none);
   }
 
   /// The warp is done with a tile.
@@ -354,154 +362,17 @@ class WgmmaRows {
     }
   }
 
-  // ---- results and parts --------------------------------------------------------------------------------------------
-
-  /// Two sums of each of the lane's rows.
-  [[nodiscard]] __device__ float4 quad(int i) const {
-    return {out_[4 * i], out_[4 * i + 1], out_[4 * i + 2], out_[4 * i + 3]};
-  }
-
-  __device__ void set_quad(int i, float4 values) {
-    out_[4 * i] = values.x;
-    out_[4 * i + 1] = values.y;
-    out_[4 * i + 2] = values.z;
-    out_[4 * i + 3] = values.w;
-  }
-
-  /// Four sums of the chunks before and those of the chunk in out_, to out_.
-  __device__ void join_quad(int i, float4 before, const float2 (&factors)[2]) {
-    out_[4 * i] = join_sums(before.x, out_[4 * i], factors[0]);
-    out_[4 * i + 1] = join_sums(before.y, out_[4 * i + 1], factors[0]);
-    out_[4 * i + 2] = join_sums(before.z, out_[4 * i + 2], factors[1]);
-    out_[4 * i + 3] = join_sums(before.w, out_[4 * i + 3], factors[1]);
-  }
-
-  /// The warpgroup's half of a part; leading: number of the chunk in its block's share, or most_leading.
-  [[nodiscard]] __device__ float* part_of(int32_t block, int32_t leading) const {
-    const int64_t slot = int64_t{block} * (call_.scratch.most_leading + 1) + leading;
-    return call_.scratch.narrow + slot * kPartFloats + group_ * (kPartFloats / kRowGroups);
-  }
-
-  /// Sums as the lanes hold them, then reference and denominator of each row.
-  __device__ void store_part(float* part) const {
-    auto* sums = reinterpret_cast<float4*>(part) + thread();
-#pragma unroll
-    for (int i = 0; i < kQuads; ++i) __stcg(sums + i * kGroupThreads, quad(i));
-    if (thread() % 4 != 0) return;
-    auto* rows = reinterpret_cast<float2*>(part + kGroupRows * kHeadDim) + thread() / 32 * 16 + thread() % 32 / 4;
-    __stcg(rows, float2{sum_[0].reference, sum_[0].denominator});
-    __stcg(rows + 8, float2{sum_[1].reference, sum_[1].denominator});
-  }
-
-  /// A part as the lanes hold it.
-  struct Part {
-    float4 sums[kQuads];
-    float2 rows[2];
-  };
-
-  __device__ Part load_part(const float* part) const {
-    const auto* sums = reinterpret_cast<const float4*>(part) + thread();
-    const auto* rows =
-        reinterpret_cast<const float2*>(part + kGroupRows * kHeadDim) + thread() / 32 * 16 + thread() % 32 / 4;
-    Part result;
-    result.rows[0] = __ldcg(rows);
-    result.rows[1] = __ldcg(rows + 8);
-#pragma unroll
-    for (int i = 0; i < kQuads; ++i) result.sums[i] = __ldcg(sums + i * kGroupThreads);
-    return result;
-  }
-
-  /// The part joins what out_ and sum_ hold.
-  __device__ void join_part(const Part& part) {
-    const float2 factors[2] = {sum_[0].join({part.rows[0].x, part.rows[0].y}),
-                               sum_[1].join({part.rows[1].x, part.rows[1].y})};
-#pragma unroll
-    for (int i = 0; i < kQuads; ++i) {
-      const float4 before = quad(i);
-      set_quad(i, part.sums[i]);
-      join_quad(i, before, factors);
-    }
-  }
-
-  /// The parts of all chunks, in their order.
-  __device__ void gather_parts() {
-    const int32_t tile_item = segment().tile_item;
-    const int32_t lane = static_cast<int32_t>(blockIdx.x) % lanes_;
-    const int32_t first_owner = tile_item / walk_.share;
-    const Part first = load_part(part_of(first_owner * lanes_ + lane, call_.scratch.most_leading));
-    sum_[0] = {first.rows[0].x, first.rows[0].y};
-    sum_[1] = {first.rows[1].x, first.rows[1].y};
-#pragma unroll
-    for (int i = 0; i < kQuads; ++i) set_quad(i, first.sums[i]);
-    const auto part_at = [&](int32_t item) {
-      const int32_t owner = item / walk_.share;
-      return part_of(owner * lanes_ + lane, item - owner * walk_.share);
-    };
-    const int32_t end = tile_item + s().num_chunks;
-    for (int32_t item = (first_owner + 1) * walk_.share; item < end; item += 2) {  // two are on their way at a time
-      const Part one = load_part(part_at(item));
-      const Part two = load_part(part_at(min(item + 1, end - 1)));
-      join_part(one);
-      if (item + 1 < end) join_part(two);
-    }
-  }
-
-  /// Counts the segment's chunks, whose parts the warpgroup has written; true when none is missing of its rows.
-  [[nodiscard]] __device__ bool count_chunks() const {
-    sync_group();  // parts of all warps to thread 0
-    if (thread() == 0) {
-      __threadfence();  // parts to whoever counts last
-      const SequenceGeometry& g = s().geometry;
-      const int64_t tile = g.sequence + int64_t{g.row_begin} * call_.plan.group_size / kWgmmaTileRows +
-                           segment().row_begin / kWgmmaTileRows;
-      uint32_t* semaphore =
-          call_.scratch.semaphores + (tile * call_.num_kv_heads() + segment().kv_head) * kRowGroups + group_;
-      const auto count = static_cast<uint32_t>(segment().chunk_end - segment().chunk_begin);
-      const bool last = fetch_add(semaphore, count) + count == static_cast<uint32_t>(s().num_chunks);
-      if (last) *semaphore = 0;  // for the next launch
-      *memory_.is_last = last ? 1 : 0;
-    }
-    sync_group();  // is_last to all
-    return *memory_.is_last != 0;
-  }
-
-  __device__ void store_results() const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int32_t at = row(half);
-      if (at >= s().num_rows) continue;
-      const float factor = call_.finish_row(s(), segment().kv_head, at, sum_[half], thread() % 4 == 0);
-      const bool is_empty = sum_[half].is_empty();
-      const int64_t offset = call_.out_offset(s(), segment().kv_head, at) + 2 * (thread() % 4);
-#pragma unroll
-      for (int i = 0; i < kHeadDim / 8; ++i) {
-        const float low = is_empty ? 0.0f : out_[4 * i + 2 * half] * factor;
-        const float high = is_empty ? 0.0f : out_[4 * i + 2 * half + 1] * factor;
-        if (call_.p.out.dtype == DType::kF8E4M3) {
-          const float values[2] = {low, high};
-          call_.store_out(offset + i * 8, values);
-        } else {
-          *reinterpret_cast<uint32_t*>(static_cast<T*>(call_.p.out.data) + offset + i * 8) = narrow_pair<T>(low, high);
-        }
-      }
-    }
-  }
-
-  const SplitCall& call_;
-  const WgmmaWalk& walk_;  // in shared memory
   const Memory& memory_;
-  const int group_;
-  const int32_t lanes_;
+  const WarpgroupTurns turns_;
   int32_t begin_[2];  // visible keys
   int32_t end_[2];
   int32_t common_begin_;
   int32_t common_end_;
   float scale_;  // of the scores, to base 2
   bool is_negative_;
-  RowSum sum_[2];   // of the chunk; references are 0 until a key was seen
+  // sum_ is that of the chunk, and its references are 0 until a key was seen
   float limit_[2];  // reference + slack; -inf until a key was seen
   float score_[64];
-  float out_[kOut];
   uint32_t weights_[kWeightSteps][4];
 };
 
