@@ -60,9 +60,15 @@ struct WgmmaShare {
   int32_t sequence = 0;
 };
 
+/// a / b, rounded down; the division of 64 bits is slow.
+[[nodiscard]] __device__ inline int64_t quotient(int64_t a, int64_t b) {
+  if (((a | b) >> 32) == 0) return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
+  return a / b;
+}
+
 /// First item of a sequence, whose items begin at `before`, that begins at `cost` or later.
 [[nodiscard]] __device__ inline int64_t first_item_from(int64_t cost, int64_t before, int32_t item_cost) {
-  return cost <= before ? 0 : (cost - before + item_cost - 1) / item_cost;
+  return cost <= before ? 0 : quotient(cost - before + item_cost - 1, item_cost);
 }
 
 /// A whole warp computes it. `kept` holds costs from the first pass over the sequences to the second.
@@ -95,8 +101,8 @@ __device__ inline WgmmaShare find_wgmma_share(const AttentionProblem& p, const S
   }
   const int64_t groups = static_cast<int32_t>(gridDim.x) / lanes;
   WgmmaShare share;
-  share.share = max(int64_t{1}, (total + groups - 1) / groups);
-  if (least == most) share.share = (share.share + most - 1) / most * most;  // whole items, so that fewer tiles are shared
+  share.share = max(int64_t{1}, quotient(total + groups - 1, groups));
+  if (least == most) share.share = quotient(share.share + most - 1, most) * most;  // whole items, so that fewer tiles are shared
   const int64_t start = static_cast<int32_t>(blockIdx.x) / lanes * share.share;
   share.end = start + share.share;
   share.sequence = num_sequences;
@@ -170,36 +176,62 @@ struct WgmmaWalk {
       const SequenceGeometry& g = s.geometry;
       const int32_t end = min(min(segment.row_begin + kWgmmaTileRows, s.num_rows), g.query_rows * plan.group_size);
       if (end > segment.row_begin) {
-        segment.key_begin = g.visible(p, segment.row_begin / plan.group_size).begin;
-        segment.key_end = g.visible(p, (end - 1) / plan.group_size).end;
+        segment.key_begin =
+            max(g.visible(p, segment.row_begin / plan.group_size).begin, begin_of_chunk(segment.chunk_begin));
+        segment.key_end = min(g.visible(p, (end - 1) / plan.group_size).end, begin_of_chunk(segment.chunk_end));
       }
       has_segment = true;
       return;
     }
   }
 
-  /// The group of lanes that has an item of the sequence, and the item's place among the group's items of the sequence.
-  struct Owner {
-    int32_t group;
-    int32_t place;
-  };
-  [[nodiscard]] __device__ Owner owner_of(int32_t item) const {
-    const int64_t group = (share.before + int64_t{item} * sequence.item_cost) / share.share;
-    const int64_t first = first_item_from(group * share.share, share.before, sequence.item_cost);
-    return {static_cast<int32_t>(group), item - static_cast<int32_t>(first)};
+  [[nodiscard]] __device__ int32_t begin_of_chunk(int32_t chunk) const {
+    return (sequence.first_chunk + chunk) * sequence.chunk;
   }
 
-  /// Keys of one chunk that a row of the tile sees.
-  [[nodiscard]] __device__ KeyRange keys_of(int32_t chunk) const {
-    const int32_t begin = (sequence.first_chunk + chunk) * sequence.chunk;
-    return {max(segment.key_begin, begin), min(segment.key_end, begin + sequence.chunk)};
+  /// Tiles that cover the segment's keys; they stand at multiples of their size.
+  [[nodiscard]] __device__ int32_t first_tile() const { return segment.key_begin / kWgmmaTileKeys; }
+  [[nodiscard]] __device__ int32_t end_tile() const {
+    return segment.key_end > segment.key_begin ? divide_up(segment.key_end, kWgmmaTileKeys) : first_tile();
+  }
+};
+
+/// Which group of lanes has which item of the segment's tile, one after the other.
+class WgmmaOwners {
+ public:
+  /// Begins with the tile's first item. The block itself has one of them.
+  __device__ WgmmaOwners(const WgmmaWalk& walk, int32_t group)
+      : share_(walk.share.share),
+        item_cost_(walk.sequence.item_cost),
+        cost_(walk.share.before + int64_t{walk.segment.tile_item} * walk.sequence.item_cost),
+        end_(walk.share.end),
+        group_(group) {
+    while (cost_ < end_ - share_) {
+      end_ -= share_;
+      --group_;
+    }
   }
 
-  /// Tiles of keys that cover a range; they stand at multiples of their size.
-  [[nodiscard]] __device__ static int32_t first_tile(KeyRange keys) { return keys.begin / kWgmmaTileKeys; }
-  [[nodiscard]] __device__ static int32_t end_tile(KeyRange keys) {
-    return keys.end > keys.begin ? divide_up(keys.end, kWgmmaTileKeys) : first_tile(keys);
+  __device__ void advance() {
+    cost_ += item_cost_;
+    ++place_;
+    while (cost_ >= end_) {
+      end_ += share_;
+      ++group_;
+      place_ = 0;
+    }
   }
+
+  [[nodiscard]] __device__ int32_t group() const { return group_; }
+  [[nodiscard]] __device__ int32_t place() const { return place_; }  // among the group's items of the tile
+
+ private:
+  int64_t share_;
+  int64_t item_cost_;
+  int64_t cost_;
+  int64_t end_;
+  int32_t group_;
+  int32_t place_ = 0;
 };
 
 }  // namespace polyop::cuda

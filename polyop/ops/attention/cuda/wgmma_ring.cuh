@@ -64,7 +64,7 @@ class WgmmaCopier {
   using Tile = typename Ring::Tile;
 
   __device__ WgmmaCopier(const SplitCall& call, Ring ring)
-      : call_(call), ring_(ring), is_dense_(call.plan.page_size % 32 == 0) {
+      : call_(call), keys_(ring), values_(ring), is_dense_(call.plan.page_size % 32 == 0) {
     const uint32_t lane = threadIdx.x % 32;
 #pragma unroll
     for (int step = 0; step < kPeriod; ++step) {
@@ -84,24 +84,37 @@ class WgmmaCopier {
     const char* k = static_cast<const char*>(p.k.data) + 2 * elems;
     const char* v = static_cast<const char*>(p.v.data) + 2 * elems;
     const int32_t* table = p.page_table + g.sequence * p.page_table_stride;
-    for (int32_t chunk = segment.chunk_begin; chunk < segment.chunk_end; ++chunk) {
-      const KeyRange keys = walk.keys_of(chunk);
-      for (int32_t tile = WgmmaWalk::first_tile(keys); tile < WgmmaWalk::end_tile(keys); ++tile) {
-        const int32_t key = tile * kWgmmaTileKeys + static_cast<int32_t>(threadIdx.x);
-        const int64_t offset = key >= keys.begin && key < keys.end ? row_offset_bytes(key, table) : -1;
-        const bool all_valid = __all_sync(0xffffffffu, offset >= 0);
-        barrier_wait(ring_.k_free(), ring_.parity ^ 1);
-        copy_rows(k, offset, all_valid, ring_.k_tile());
-        barrier_arrive_after_copies(ring_.k_full());
-        barrier_wait(ring_.v_free(), ring_.parity ^ 1);
-        copy_rows(v, offset, all_valid, ring_.v_tile());
-        barrier_arrive_after_copies(ring_.v_full());
-        ring_.advance();
-      }
+    const int32_t first = walk.first_tile();
+    const int32_t end = walk.end_tile();
+    if (first >= end) return;
+    // Keys of a tile go ahead of the values of the one before, whose place is free later.
+    int64_t offset = tile_offset(segment, first, table);
+    copy_keys(k, offset);
+    for (int32_t tile = first; tile < end; ++tile) {
+      const int64_t next = tile + 1 < end ? tile_offset(segment, tile + 1, table) : -1;
+      if (tile + 1 < end) copy_keys(k, next);
+      barrier_wait(values_.v_free(), values_.parity ^ 1);
+      copy_rows(v, offset, values_.v_tile());
+      barrier_arrive_after_copies(values_.v_full());
+      values_.advance();
+      offset = next;
     }
   }
 
  private:
+  __device__ void copy_keys(const char* k, int64_t offset) {
+    barrier_wait(keys_.k_free(), keys_.parity ^ 1);
+    copy_rows(k, offset, keys_.k_tile());
+    barrier_arrive_after_copies(keys_.k_full());
+    keys_.advance();
+  }
+
+  /// row_offset_bytes of the thread's key in a tile; -1 outside the segment's keys, which are not read.
+  [[nodiscard]] __device__ int64_t tile_offset(const SplitSegment& segment, int32_t tile, const int32_t* table) const {
+    const int32_t key = tile * kWgmmaTileKeys + static_cast<int32_t>(threadIdx.x);
+    return key >= segment.key_begin && key < segment.key_end ? row_offset_bytes(key, table) : -1;
+  }
+
   /// Bytes from row 0 (of page 0) to the key's row; -1: its page is outside the pool (flagged).
   [[nodiscard]] __device__ int64_t row_offset_bytes(int32_t key, const int32_t* table) const {
     const SplitPlan& plan = call_.plan;
@@ -117,7 +130,8 @@ class WgmmaCopier {
   }
 
   /// Copies the 32 rows of a warp, whose offsets the lanes know; those at -1 are zeros.
-  __device__ void copy_rows(const char* base, int64_t row_offset, bool all_valid, uint32_t tile) const {
+  __device__ void copy_rows(const char* base, int64_t row_offset, uint32_t tile) const {
+    const bool all_valid = __all_sync(0xffffffffu, row_offset >= 0);
     const auto lane = static_cast<int>(threadIdx.x % 32);
     const char* own = base + lane % Tile::kRowUnits * 16;
     const int own_row = lane / Tile::kRowUnits;
@@ -149,7 +163,8 @@ class WgmmaCopier {
   static constexpr int kPeriod = 8 / kRowsPerStep;
 
   const SplitCall& call_;
-  Ring ring_;
+  Ring keys_;
+  Ring values_;
   const bool is_dense_;  // 32 keys from a multiple of 32 on lie at equal distances
   uint32_t to_[kPeriod];
 };

@@ -65,34 +65,28 @@ class WgmmaRows : WgmmaSums<T, kHeadDim> {
   /// All chunks of the segment, to results or to parts.
   __device__ void run(Ring* ring) {
     const SplitSegment& at = segment();
-    const int32_t num_chunks = s().num_chunks;
-    RowSum total_sum[2];
-    for (int32_t chunk = at.chunk_begin; chunk < at.chunk_end; ++chunk) {
-      attend(ring, walk_.keys_of(chunk));
-      if (at.chunk_begin > 0) {
-        store_part(part_of(static_cast<int32_t>(blockIdx.x), chunk - at.chunk_begin));
-        continue;
-      }
-      float4* total = memory_.total + thread();
-      if (chunk > 0) {
-        const float2 factors[2] = {total_sum[0].join(sum_[0]), total_sum[1].join(sum_[1])};
-        sum_[0] = total_sum[0];
-        sum_[1] = total_sum[1];
+    const int32_t first = walk_.first_tile();
+    const int32_t end = walk_.end_tile();
+    if (is_idle(group_)) {
+      for (int32_t tile = first; tile < end; ++tile) pass(ring);
+      return;
+    }
 #pragma unroll
-        for (int i = 0; i < kQuads; ++i) join_quad(i, total[i * kGroupThreads], factors);
-      }
-      if (chunk + 1 < at.chunk_end) {
-        total_sum[0] = sum_[0];
-        total_sum[1] = sum_[1];
-#pragma unroll
-        for (int i = 0; i < kQuads; ++i) total[i * kGroupThreads] = quad(i);
-      } else if (chunk + 1 == num_chunks) {
-        store_results();
-      } else {
-        store_part(part_of(static_cast<int32_t>(blockIdx.x), call_.scratch.most_leading));
+    for (int i = 0; i < kOut; ++i) out_[i] = 0.0f;
+    sum_[0] = sum_[1] = {};
+    if (at.chunk_begin > 0) {
+      for (int32_t chunk = at.chunk_begin; chunk < at.chunk_end; ++chunk) {
+        const bool has_keys = first < end && max(at.key_begin, walk_.begin_of_chunk(chunk)) <
+                                                 min(at.key_end, walk_.begin_of_chunk(chunk + 1));
+        if (!has_keys) store_part(own_part(chunk), sum_);
       }
     }
-    if (at.chunk_end - at.chunk_begin == num_chunks) return;
+    if (first < end) attend(ring, first, end);
+    if (at.chunk_end - at.chunk_begin == s().num_chunks) {
+      store_results();
+      return;
+    }
+    if (at.chunk_begin == 0) store_part(part_of(static_cast<int32_t>(blockIdx.x), call_.scratch.most_leading), sum_);
     if (count_chunks()) {
       gather_parts();
       store_results();
@@ -149,80 +143,147 @@ class WgmmaRows : WgmmaSums<T, kHeadDim> {
     sync_group();  // queries of all warps
   }
 
-  // ---- one chunk ----------------------------------------------------------------------------------------------------
+  // ---- tiles of keys ------------------------------------------------------------------------------------------------
 
-  __device__ void attend(Ring* ring, KeyRange keys) {
-    sum_[0] = sum_[1] = {.reference = 0.0f, .denominator = 0.0f};
-    limit_[0] = limit_[1] = -INFINITY;
-    const int32_t first = WgmmaWalk::first_tile(keys);
-    const int32_t end = WgmmaWalk::end_tile(keys);
-    const bool is_idle = segment().row_begin + group_ * kGroupRows >= s().num_rows;
-    if (first >= end || is_idle) {
-      for (int32_t tile = first; tile < end; ++tile) pass(ring);
-#pragma unroll
-      for (int i = 0; i < kOut; ++i) out_[i] = 0.0f;
-    } else {
-      Ring values = *ring;  // one tile behind
-      const bool takes_turns = segment().row_begin + kGroupRows < s().num_rows;  // the other warpgroup is not idle
-      float shrink[2];
-      barrier_wait(ring->k_full(), ring->parity);
+  [[nodiscard]] __device__ bool is_idle(int group) const {
+    return segment().row_begin + group * kGroupRows >= s().num_rows;
+  }
+
+  /// All tiles of the segment, of which there are some; out_ and sum_ are then those of all its chunks, or of its last
+  /// one when the block does not have the first one of the tile, and then they are stored, too.
+  __device__ void attend(Ring* ring, int32_t first, int32_t end) {
+    const int32_t chunk_tiles = s().chunk / kWgmmaTileKeys;
+    int32_t chunk = first / chunk_tiles - s().first_chunk;
+    int32_t next_chunk = (s().first_chunk + chunk + 1) * chunk_tiles;  // its first tile
+    const bool takes_turns = !is_idle(1);
+    has_total_ = false;
+    bool keeps = false;  // out_ holds sums of the chunk
+    Ring values = *ring;  // one tile behind
+    float shrink[2];
+    clear_sums();
+    barrier_wait(ring->k_full(), ring->parity);
+    fence_async_proxy();
+    pin_registers(score_);
+    warpgroup_fence();
+    multiply_keys(ring->k_tile());
+    warpgroup_wait<0>();
+    pin_registers(score_);
+    release(ring->k_free());
+    ring->advance();
+    weigh(first * kWgmmaTileKeys, shrink);
+    pack_weights();
+    wait_for_next(*ring, values, first + 1 < end);
+#pragma unroll 1
+    for (int32_t tile = first + 1; tile < end; ++tile) {
       fence_async_proxy();
+      if (takes_turns) turns_.wait();
       pin_registers(score_);
+      pin_registers(out_);
       warpgroup_fence();
       multiply_keys(ring->k_tile());
-      warpgroup_wait<0>();
+      barrier_wait(values.v_full(), values.parity);
+      fence_async_proxy();
+      warpgroup_fence();
+      multiply_values(values.v_tile(), keeps);
+      if (takes_turns) turns_.pass_on();
+      warpgroup_wait<1>();
       pin_registers(score_);
       release(ring->k_free());
       ring->advance();
-      weigh(first * kWgmmaTileKeys, shrink);
-      pack_weights();
-      wait_for_next(*ring, values, first + 1 < end);
-#pragma unroll 1
-      for (int32_t tile = first + 1; tile < end; ++tile) {
-        barrier_wait(values.v_full(), values.parity);
-        fence_async_proxy();
-        if (takes_turns) turns_.wait();
-        pin_registers(score_);
-        pin_registers(out_);
-        warpgroup_fence();
-        multiply_keys(ring->k_tile());
-        warpgroup_fence();
-        multiply_values(values.v_tile(), tile > first + 1);
-        if (takes_turns) turns_.pass_on();
-        warpgroup_wait<1>();
-        pin_registers(score_);
-        release(ring->k_free());
-        ring->advance();
-        const bool shrinks = weigh(tile * kWgmmaTileKeys, shrink);
-        Ring next_values = values;
-        next_values.advance();
-        wait_for_next(*ring, next_values, tile + 1 < end);
-        warpgroup_wait<0>();
-        pin_registers(out_);
-        release(values.v_free());
-        values.advance();
-        if (shrinks) {
-#pragma unroll
-          for (int i = 0; i < kOut; ++i) out_[i] *= shrink[i / 2 % 2];
-        }
-        pack_weights();
+      const bool begins = tile == next_chunk;
+      RowSum done[2];
+      if (begins) {
+        close_sums(done);
+        clear_sums();
       }
-      barrier_wait(values.v_full(), values.parity);
-      fence_async_proxy();
-      pin_registers(out_);
-      warpgroup_fence();
-      multiply_values(values.v_tile(), end > first + 1);
+      const bool shrinks = weigh(tile * kWgmmaTileKeys, shrink);
+      Ring next_values = values;
+      next_values.advance();
+      wait_for_next(*ring, next_values, tile + 1 < end);
       warpgroup_wait<0>();
       pin_registers(out_);
       release(values.v_free());
+      values.advance();
+      keeps = !begins;
+      if (begins) {
+        end_chunk(chunk, done);
+        ++chunk;
+        next_chunk += chunk_tiles;
+      } else if (shrinks) {
+#pragma unroll
+        for (int i = 0; i < kOut; ++i) out_[i] *= shrink[i / 2 % 2];
+      }
+      pack_weights();
     }
+    barrier_wait(values.v_full(), values.parity);
+    fence_async_proxy();
+    pin_registers(out_);
+    warpgroup_fence();
+    multiply_values(values.v_tile(), keeps);
+    warpgroup_wait<0>();
+    pin_registers(out_);
+    release(values.v_free());
+    RowSum done[2];
+    close_sums(done);
+    if (segment().chunk_begin > 0) {
+      store_part(own_part(chunk), done);
+      return;
+    }
+    if (has_total_) {
+      join_total(done);
+      done[0] = total_sum_[0];
+      done[1] = total_sum_[1];
+    }
+    sum_[0] = done[0];
+    sum_[1] = done[1];
+  }
+
+  /// The chunks before join the one in out_; total_sum_ becomes that of all.
+  __device__ void join_total(const RowSum (&done)[2]) {
+    const float2 factors[2] = {total_sum_[0].join(done[0]), total_sum_[1].join(done[1])};
+    const float4* total = memory_.total + thread();
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) join_quad(i, total[i * kGroupThreads], factors);
+  }
+
+  __device__ void clear_sums() {
+    sum_[0] = sum_[1] = {.reference = 0.0f, .denominator = 0.0f};
+    limit_[0] = limit_[1] = -INFINITY;
+  }
+
+  /// The sums of the lane's rows over a chunk.
+  __device__ void close_sums(RowSum (&done)[2]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      sum_[half].denominator += __shfl_xor_sync(0xffffffffu, sum_[half].denominator, 1);
-      sum_[half].denominator += __shfl_xor_sync(0xffffffffu, sum_[half].denominator, 2);
-      if (limit_[half] == -INFINITY) sum_[half].reference = -INFINITY;
-      if (!attends(row(half))) sum_[half] = {};
+      done[half] = sum_[half];
+      done[half].denominator += __shfl_xor_sync(0xffffffffu, done[half].denominator, 1);
+      done[half].denominator += __shfl_xor_sync(0xffffffffu, done[half].denominator, 2);
+      if (limit_[half] == -INFINITY) done[half].reference = -INFINITY;
+      if (!attends(row(half))) done[half] = {};
     }
+  }
+
+  /// Part of a chunk that the block has without the tile's first one.
+  [[nodiscard]] __device__ float* own_part(int32_t chunk) const {
+    return part_of(static_cast<int32_t>(blockIdx.x), chunk - segment().chunk_begin);
+  }
+
+  /// out_ holds the sums of a chunk that is not the segment's last one.
+  __device__ void end_chunk(int32_t chunk, const RowSum (&done)[2]) {
+    if (segment().chunk_begin > 0) {
+      store_part(own_part(chunk), done);
+      return;
+    }
+    if (has_total_) {
+      join_total(done);
+    } else {
+      total_sum_[0] = done[0];
+      total_sum_[1] = done[1];
+      has_total_ = true;
+    }
+    float4* total = memory_.total + thread();
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) total[i * kGroupThreads] = quad(i);
   }
 
   /// A tile that concerns no row of the warpgroup.
@@ -370,6 +431,8 @@ class WgmmaRows : WgmmaSums<T, kHeadDim> {
   int32_t common_end_;
   float scale_;  // of the scores, to base 2
   bool is_negative_;
+  RowSum total_sum_[2];  // of the chunks in memory_.total
+  bool has_total_;
   // sum_ is that of the chunk, and its references are 0 until a key was seen
   float limit_[2];  // reference + slack; -inf until a key was seen
   float score_[64];

@@ -66,14 +66,14 @@ class WgmmaSums {
   }
 
   /// Sums as the lanes hold them, then reference and denominator of each row.
-  __device__ void store_part(float* part) const {
+  __device__ void store_part(float* part, const RowSum (&rows_of_part)[2]) const {
     auto* sums = reinterpret_cast<float4*>(part) + thread();
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) __stcg(sums + i * kGroupThreads, quad(i));
     if (thread() % 4 != 0) return;
     auto* rows = reinterpret_cast<float2*>(part + kGroupRows * kHeadDim) + thread() / 32 * 16 + thread() % 32 / 4;
-    __stcg(rows, float2{sum_[0].reference, sum_[0].denominator});
-    __stcg(rows + 8, float2{sum_[1].reference, sum_[1].denominator});
+    __stcg(rows, float2{rows_of_part[0].reference, rows_of_part[0].denominator});
+    __stcg(rows + 8, float2{rows_of_part[1].reference, rows_of_part[1].denominator});
   }
 
   /// A part as the lanes hold it.
@@ -108,26 +108,27 @@ class WgmmaSums {
 
   /// The parts of all chunks, in their order.
   __device__ void gather_parts() {
-    const auto part_at = [&](int32_t item, bool is_first) {
-      const WgmmaWalk::Owner owner = walk_.owner_of(item);
-      const int32_t block = owner.group * lanes_ + static_cast<int32_t>(blockIdx.x) % lanes_;
-      return part_of(block, is_first ? call_.scratch.most_leading : owner.place);
-    };
-    int32_t item = segment().tile_item;
-    const int32_t end = item + s().num_chunks;
-    const Part first = load_part(part_at(item, true));
+    const auto block = static_cast<int32_t>(blockIdx.x);
+    WgmmaOwners owners(walk_, block / lanes_);
+    const auto part_at = [&](int32_t place) { return part_of(owners.group() * lanes_ + block % lanes_, place); };
+    const Part first = load_part(part_at(call_.scratch.most_leading));
     sum_[0] = {first.rows[0].x, first.rows[0].y};
     sum_[1] = {first.rows[1].x, first.rows[1].y};
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) set_quad(i, first.sums[i]);
-    const int32_t first_owner = walk_.owner_of(item).group;
-    do ++item;  // the first part has all chunks of its block
-    while (item < end && walk_.owner_of(item).group == first_owner);
-    for (; item < end; item += 2) {  // two are on their way at a time
-      const Part one = load_part(part_at(item, false));
-      const Part two = load_part(part_at(min(item + 1, end - 1), false));
+    int32_t left = s().num_chunks;
+    const int32_t first_group = owners.group();
+    do {  // the first part has all chunks of its block
+      owners.advance();
+      --left;
+    } while (left > 0 && owners.group() == first_group);
+    for (; left > 0; left -= 2) {  // two are on their way at a time; behind the last one it is read again, and not used
+      const Part one = load_part(part_at(owners.place()));
+      if (left > 1) owners.advance();
+      const Part two = load_part(part_at(owners.place()));
+      owners.advance();
       join_part(one);
-      if (item + 1 < end) join_part(two);
+      if (left > 1) join_part(two);
     }
   }
 
