@@ -50,6 +50,8 @@ def test_attention_bits_do_not_depend_on_the_run_page_order_or_neighbours(kernel
     exists = (table >= 0) & (table < len(order))
     moved["page_table"] = torch.where(exists, inverse[table.clamp(0, len(order) - 1)], table).to(torch.int32)
     assert same_bits(first["out"], run(moved, kernel)["out"])
+    if kernel is None and len(set(rows)) > 1:
+        return  # by itself a sequence may be another kernel's: the mean number of rows decides
     for b in range(4):
         alone = dict(arguments)
         own = slice(sum(rows[:b]), sum(rows[: b + 1]))

@@ -52,7 +52,9 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using Shared = WgmmaShared<kHeadDim>;
   extern __shared__ __align__(Shared::kAlignment) char wgmma_shared[];
-  __shared__ WgmmaControl<kHeadDim> control;
+  using Control = WgmmaControl<kHeadDim>;
+  __shared__ __align__(alignof(Control)) char control_bytes[sizeof(Control)];
+  Control& control = *reinterpret_cast<Control*>(control_bytes);
   const SplitCall call{p, plan, flags, scratch};
   const uint32_t queries = shared_address(wgmma_shared);
   WgmmaRing<kHeadDim> ring{.tiles = queries + Shared::kQueryBytes, .barriers = shared_address(control.barriers)};

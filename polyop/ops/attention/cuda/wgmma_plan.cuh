@@ -102,7 +102,8 @@ __device__ inline WgmmaShare find_wgmma_share(const AttentionProblem& p, const S
   const int64_t groups = static_cast<int32_t>(gridDim.x) / lanes;
   WgmmaShare share;
   share.share = max(int64_t{1}, quotient(total + groups - 1, groups));
-  if (least == most) share.share = quotient(share.share + most - 1, most) * most;  // whole items, so that fewer tiles are shared
+  if (least == most)
+    share.share = quotient(share.share + most - 1, most) * most;  // whole items, so that fewer tiles are shared
   const int64_t start = static_cast<int32_t>(blockIdx.x) / lanes * share.share;
   share.end = start + share.share;
   share.sequence = num_sequences;

@@ -12,7 +12,8 @@ namespace polyop::cuda {
 /// A row's sums are rescaled only when a score exceeds the reference by this much, so that weights stay below 2^8.
 inline constexpr float kWgmmaSlack = 8.0f;
 
-/// The two warpgroups start their products in turns, so that one makes weights while the other one's scores are multiplied.
+/// The two warpgroups start their products in turns, so that one makes weights while the other one's scores are
+/// multiplied.
 class WarpgroupTurns {
  public:
   __device__ explicit WarpgroupTurns(int group) : group_(group) {}
@@ -157,7 +158,7 @@ class WgmmaRows : WgmmaSums<T, kHeadDim> {
     int32_t next_chunk = (s().first_chunk + chunk + 1) * chunk_tiles;  // its first tile
     const bool takes_turns = !is_idle(1);
     has_total_ = false;
-    bool keeps = false;  // out_ holds sums of the chunk
+    bool keeps = false;   // out_ holds sums of the chunk
     Ring values = *ring;  // one tile behind
     float shrink[2];
     clear_sums();
@@ -295,8 +296,8 @@ class WgmmaRows : WgmmaSums<T, kHeadDim> {
     ring->advance();
   }
 
-  /// Waits for what is multiplied next: the next keys, or the last values. Sums are never negative, so the parity is the
-  /// ring's; but it depends on them, and the compiler cannot move the making of the weights behind the products
+  /// Waits for what is multiplied next: the next keys, or the last values. Sums are never negative, so the parity is
+  /// the ring's; but it depends on them, and the compiler cannot move the making of the weights behind the products
   /// that are to hide it.
   __device__ void wait_for_next(const Ring& keys, const Ring& values, bool has_keys) const {
     const uint32_t none = sum_[0].denominator + sum_[1].denominator < 0.0f ? 1 : 0;
