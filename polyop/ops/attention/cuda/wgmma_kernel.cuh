@@ -61,8 +61,13 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
   const int group = static_cast<int>(threadIdx.x) / kGroupThreads - 1;  // -1: copies
   if (threadIdx.x < 32) {
     auto* kept = reinterpret_cast<int64_t*>(wgmma_shared);
-    const WgmmaShare share = find_wgmma_share(p, plan, lanes, flags, kept, Shared::kBytes / 8);
-    if (threadIdx.x <= kRowGroups) control.walks[threadIdx.x].start(p, plan, lanes, flags, share);
+    WgmmaItems items;
+    const WgmmaShare share = find_wgmma_share(p, plan, lanes, flags, kept, Shared::kBytes / 8, &items);
+    if (p.num_sequences > 32 && share.sequence < p.num_sequences)
+      items = read_wgmma_items(p, plan, lanes, share.sequence, flags);
+    if (static_cast<int32_t>(threadIdx.x) == share.sequence % 32) {  // it has read the sequence
+      for (WgmmaWalk& walk : control.walks) walk.start(p, share, items);
+    }
     if (threadIdx.x == 0) ring.init();
   }
   __syncthreads();  // walks and barriers to all

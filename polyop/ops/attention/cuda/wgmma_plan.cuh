@@ -45,7 +45,7 @@ __device__ inline WgmmaItems read_wgmma_items(const AttentionProblem& p, const S
   s.chunk = max(divide_up(divide_up(span, kWgmmaTileKeys), wanted) * kWgmmaTileKeys, kLeastChunk);
   s.first_chunk = wanted > 1 ? first.begin / s.chunk : 0;
   s.num_chunks = max(1, divide_up(end, s.chunk) - s.first_chunk);
-  s.count = divide_up(s.num_tiles * heads, lanes) * s.num_chunks;
+  s.count = ((s.num_tiles * heads + lanes - 1) >> (lanes - 1)) * s.num_chunks;                 // one lane or two
   const int32_t seen = (max(first.end - first.begin, 0) + max(last.end - last.begin, 0)) / 2;  // of a row, on average
   s.item_cost = kItemOverhead + divide_up(seen, kWgmmaTileKeys * s.num_chunks);
   return s;
@@ -71,46 +71,52 @@ struct WgmmaShare {
   return cost <= before ? 0 : quotient(cost - before + item_cost - 1, item_cost);
 }
 
-/// A whole warp computes it. `kept` holds costs from the first pass over the sequences to the second.
+/// A whole warp computes it. `kept` holds costs from the first pass over the sequences to the second; `items` is what
+/// the lane read last.
 __device__ inline WgmmaShare find_wgmma_share(const AttentionProblem& p, const SplitPlan& plan, int32_t lanes,
-                                              const AttentionFlags& flags, int64_t* kept, int32_t most_kept) {
+                                              const AttentionFlags& flags, int64_t* kept, int32_t most_kept,
+                                              WgmmaItems* items) {
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
   const auto num_sequences = static_cast<int32_t>(p.num_sequences);
   int64_t total = 0;
+  int64_t count = 0;
   int32_t least = INT32_MAX;  // item_cost
   int32_t most = 0;
-  const auto cost_of = [&](int32_t sequence) {
-    if (sequence >= num_sequences) return int64_t{0};
-    const WgmmaItems items = read_wgmma_items(p, plan, lanes, sequence, flags);
-    if (items.count > 0) {
-      least = min(least, items.item_cost);
-      most = max(most, items.item_cost);
-    }
-    return int64_t{items.count} * items.item_cost;
-  };
   for (int32_t sequence = lane; sequence < num_sequences; sequence += 32) {
-    const int64_t own = cost_of(sequence);
+    *items = read_wgmma_items(p, plan, lanes, sequence, flags);
+    const int64_t own = int64_t{items->count} * items->item_cost;
     if (sequence < most_kept) kept[sequence] = own;
+    if (items->count == 0) continue;
     total += own;
+    count += items->count;
+    least = min(least, items->item_cost);
+    most = max(most, items->item_cost);
   }
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) {
     total += __shfl_xor_sync(0xffffffffu, total, step);
+    count += __shfl_xor_sync(0xffffffffu, count, step);
     least = min(least, __shfl_xor_sync(0xffffffffu, least, step));
     most = max(most, __shfl_xor_sync(0xffffffffu, most, step));
   }
+  // Whole items where all cost the same, so that fewer tiles are shared.
+  const bool is_even = least == most;
   const int64_t groups = static_cast<int32_t>(gridDim.x) / lanes;
   WgmmaShare share;
-  share.share = max(int64_t{1}, quotient(total + groups - 1, groups));
-  if (least == most)
-    share.share = quotient(share.share + most - 1, most) * most;  // whole items, so that fewer tiles are shared
+  share.share = max(int64_t{1}, quotient((is_even ? count : total) + groups - 1, groups) * (is_even ? most : 1));
   const int64_t start = static_cast<int32_t>(blockIdx.x) / lanes * share.share;
   share.end = start + share.share;
   share.sequence = num_sequences;
   int64_t before = 0;  // cost of the sequences before `first`
   for (int32_t first = 0; first < num_sequences; first += 32) {
     const int32_t sequence = first + lane;
-    const int64_t own = sequence < min(most_kept, num_sequences) ? kept[sequence] : cost_of(sequence);
+    int64_t own = 0;
+    if (sequence < min(most_kept, num_sequences)) {
+      own = kept[sequence];
+    } else if (sequence < num_sequences) {
+      *items = read_wgmma_items(p, plan, lanes, sequence, flags);
+      own = int64_t{items->count} * items->item_cost;
+    }
     int64_t sum = own;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
@@ -137,14 +143,13 @@ struct WgmmaWalk {
   int32_t local;     // next item, in the sequence
   bool has_segment;
 
-  __device__ void start(const AttentionProblem& p, const SplitPlan& plan, int32_t lanes, const AttentionFlags& flags,
-                        const WgmmaShare& from) {
+  /// `items` is that of the share's sequence, if there is one.
+  __device__ void start(const AttentionProblem& p, const WgmmaShare& from, const WgmmaItems& items) {
     share = from;
+    sequence = items;
     local = 0;
-    sequence = WgmmaItems{};
-    if (share.sequence >= p.num_sequences) return;
-    sequence = read_wgmma_items(p, plan, lanes, share.sequence, flags);
-    local = static_cast<int32_t>(first_item_from(share.end - share.share, share.before, max(sequence.item_cost, 1)));
+    if (share.sequence < p.num_sequences)
+      local = static_cast<int32_t>(first_item_from(share.end - share.share, share.before, items.item_cost));
   }
 
   /// To the next segment, by one thread; has_segment is false behind the last one.
@@ -158,18 +163,20 @@ struct WgmmaWalk {
         if (++share.sequence < p.num_sequences) sequence = read_wgmma_items(p, plan, lanes, share.sequence, flags);
         continue;
       }
-      const int64_t left = first_item_from(share.end, share.before, s.item_cost) - local;  // items, here and further
+      const int64_t left = share.end - share.before - int64_t{local} * s.item_cost;  // in costs
       if (left <= 0) return;
       segment = SplitSegment{};
-      const int32_t row = local / s.num_chunks;
+      const int32_t row = s.num_chunks == 1 ? local : local / s.num_chunks;
       segment.chunk_begin = local - row * s.num_chunks;
       segment.tile_item = local - segment.chunk_begin;
-      const auto count = static_cast<int32_t>(min(left, int64_t{s.num_chunks - segment.chunk_begin}));
+      int32_t count = s.num_chunks - segment.chunk_begin;
+      if (int64_t{count - 1} * s.item_cost >= left)
+        count = static_cast<int32_t>(quotient(left + s.item_cost - 1, s.item_cost));
       segment.chunk_end = segment.chunk_begin + count;
       local += count;
       // Neighbouring units are the first and the last tile of a head, and lanes take turns: a causal mask makes tiles
       // of unequal cost.
-      const int32_t unit = row * lanes + static_cast<int32_t>((blockIdx.x + static_cast<unsigned>(row)) % lanes);
+      const int32_t unit = row * lanes + (static_cast<int32_t>(blockIdx.x) + row) % 2 % lanes;
       segment.kv_head = unit / s.num_tiles;
       if (segment.kv_head >= p.num_kv_heads) continue;
       const int32_t place = unit - segment.kv_head * s.num_tiles;

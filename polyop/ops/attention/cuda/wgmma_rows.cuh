@@ -42,9 +42,9 @@ struct WgmmaGroupMemory {
 template <class T, int kHeadDim>
 class WgmmaRows : WgmmaSums<T, kHeadDim> {
   using Sums = WgmmaSums<T, kHeadDim>;
-  using Sums::attends, Sums::call_, Sums::count_chunks, Sums::gather_parts, Sums::group_, Sums::join_quad, Sums::kOut,
-      Sums::kQuads, Sums::out_, Sums::part_of, Sums::quad, Sums::row, Sums::s, Sums::segment, Sums::store_part,
-      Sums::store_results, Sums::sum_, Sums::sync_group, Sums::thread, Sums::walk_;
+  using Sums::call_, Sums::count_chunks, Sums::gather_parts, Sums::group_, Sums::join_quad, Sums::kOut, Sums::kQuads,
+      Sums::out_, Sums::part_of, Sums::quad, Sums::row, Sums::s, Sums::segment, Sums::store_part, Sums::store_results,
+      Sums::sum_, Sums::sync_group, Sums::thread, Sums::walk_;
 
  public:
   using Ring = WgmmaRing<kHeadDim>;
@@ -106,8 +106,10 @@ class WgmmaRows : WgmmaSums<T, kHeadDim> {
     for (int half = 0; half < 2; ++half) {
       begin_[half] = 0;
       end_[half] = INT32_MAX;
-      if (!attends(row(half))) continue;
-      const KeyRange visible = s().geometry.visible(call_.p, row(half) / call_.plan.group_size);
+      const int32_t query_row = row(half) / call_.plan.group_size;
+      attends_[half] = query_row < s().geometry.query_rows;
+      if (!attends_[half]) continue;
+      const KeyRange visible = s().geometry.visible(call_.p, query_row);
       begin_[half] = visible.begin;
       end_[half] = visible.end;
       common_begin_ = max(common_begin_, visible.begin);
@@ -128,16 +130,25 @@ class WgmmaRows : WgmmaSums<T, kHeadDim> {
     const AttentionProblem& p = call_.p;
     constexpr int kRowsPerStep = kGroupThreads / Tile::kRowUnits;
     const int unit = thread() % Tile::kRowUnits;
+    const int32_t group_size = call_.plan.group_size;
+    const int32_t first = segment().row_begin + group_ * kGroupRows + thread() / Tile::kRowUnits;
+    int32_t query_row = first / group_size;
+    int32_t head = first - query_row * group_size;  // of the kv head's
+    const int32_t rows_per_step = kRowsPerStep / group_size;
+    const int32_t heads_per_step = kRowsPerStep - rows_per_step * group_size;
 #pragma unroll 2
-    for (int first = 0; first < kGroupRows; first += kRowsPerStep) {
-      const int in_group = first + thread() / Tile::kRowUnits;
-      const int32_t at = segment().row_begin + group_ * kGroupRows + in_group;
-      const bool valid = attends(at);
+    for (int step = 0; step < kGroupRows / kRowsPerStep; ++step) {
+      const bool valid = query_row < s().geometry.query_rows;
       const int64_t offset =
-          valid ? row_offset(p, p.q, s().geometry, at / call_.plan.group_size, call_.head_of(segment().kv_head, at))
-                : 0;
-      copy_async_16(memory_.queries + Tile::unit_offset(in_group, unit),
+          valid ? row_offset(p, p.q, s().geometry, query_row, int64_t{segment().kv_head} * group_size + head) : 0;
+      copy_async_16(memory_.queries + Tile::unit_offset(step * kRowsPerStep + thread() / Tile::kRowUnits, unit),
                     static_cast<const T*>(p.q.data) + offset + unit * 8, valid);
+      query_row += rows_per_step;
+      head += heads_per_step;
+      if (head >= group_size) {
+        head -= group_size;
+        ++query_row;
+      }
     }
     copy_async_wait_all();
     fence_async_proxy();
@@ -162,27 +173,24 @@ class WgmmaRows : WgmmaSums<T, kHeadDim> {
     Ring values = *ring;  // one tile behind
     float shrink[2];
     clear_sums();
+#pragma unroll
+    for (auto& step : weights_) {
+#pragma unroll
+      for (uint32_t& pair : step) pair = 0;
+    }
     barrier_wait(ring->k_full(), ring->parity);
-    fence_async_proxy();
-    pin_registers(score_);
-    warpgroup_fence();
-    multiply_keys(ring->k_tile());
-    warpgroup_wait<0>();
-    pin_registers(score_);
-    release(ring->k_free());
-    ring->advance();
-    weigh(first * kWgmmaTileKeys, shrink);
-    pack_weights();
-    wait_for_next(*ring, values, first + 1 < end);
 #pragma unroll 1
-    for (int32_t tile = first + 1; tile < end; ++tile) {
+    for (int32_t tile = first; tile < end; ++tile) {
+      // The first time there are no weights yet: the product is not kept. Another copy of all this would cost a short
+      // segment more, by the fetching of instructions.
+      const bool has_weights = tile > first;
       fence_async_proxy();
       if (takes_turns) turns_.wait();
       pin_registers(score_);
       pin_registers(out_);
       warpgroup_fence();
       multiply_keys(ring->k_tile());
-      barrier_wait(values.v_full(), values.parity);
+      if (has_weights) barrier_wait(values.v_full(), values.parity);
       fence_async_proxy();
       warpgroup_fence();
       multiply_values(values.v_tile(), keeps);
@@ -199,13 +207,13 @@ class WgmmaRows : WgmmaSums<T, kHeadDim> {
       }
       const bool shrinks = weigh(tile * kWgmmaTileKeys, shrink);
       Ring next_values = values;
-      next_values.advance();
+      if (has_weights) next_values.advance();
       wait_for_next(*ring, next_values, tile + 1 < end);
       warpgroup_wait<0>();
       pin_registers(out_);
-      release(values.v_free());
-      values.advance();
-      keeps = !begins;
+      if (has_weights) release(values.v_free());
+      values = next_values;
+      keeps = has_weights && !begins;
       if (begins) {
         end_chunk(chunk, done);
         ++chunk;
@@ -260,7 +268,7 @@ class WgmmaRows : WgmmaSums<T, kHeadDim> {
       done[half].denominator += __shfl_xor_sync(0xffffffffu, done[half].denominator, 1);
       done[half].denominator += __shfl_xor_sync(0xffffffffu, done[half].denominator, 2);
       if (limit_[half] == -INFINITY) done[half].reference = -INFINITY;
-      if (!attends(row(half))) done[half] = {};
+      if (!attends_[half]) done[half] = {};
     }
   }
 
@@ -404,7 +412,7 @@ class WgmmaRows : WgmmaSums<T, kHeadDim> {
     const SequenceGeometry& g = s().geometry;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (!attends(row(half))) continue;
+      if (!attends_[half]) continue;
       const int64_t global_row = int64_t{g.row_begin} + row(half) / call_.plan.group_size;
       const int32_t* words = p.tree_mask.words + global_row * p.tree_mask.row_stride;
       const int32_t last_word = (g.allotted - 1) / 32;
@@ -426,6 +434,7 @@ class WgmmaRows : WgmmaSums<T, kHeadDim> {
 
   const Memory& memory_;
   const WarpgroupTurns turns_;
+  bool attends_[2];
   int32_t begin_[2];  // visible keys
   int32_t end_[2];
   int32_t common_begin_;

@@ -33,10 +33,6 @@ class WgmmaSums {
     return segment().row_begin + group_ * kGroupRows + thread() / 32 * 16 + thread() % 32 / 4 + half * 8;
   }
 
-  [[nodiscard]] __device__ bool attends(int32_t at) const {
-    return at < s().num_rows && at / call_.plan.group_size < s().geometry.query_rows;
-  }
-
   __device__ void sync_group() const { sync_warpgroup(group_); }
 
   /// Two sums of each of the lane's rows.
@@ -136,7 +132,6 @@ class WgmmaSums {
   [[nodiscard]] __device__ bool count_chunks() const {
     sync_group();  // parts of all warps to thread 0
     if (thread() == 0) {
-      __threadfence();  // parts to whoever counts last
       const SequenceGeometry& g = s().geometry;
       const int64_t tile = g.sequence + int64_t{g.row_begin} * call_.plan.group_size / kWgmmaTileRows +
                            segment().row_begin / kWgmmaTileRows;
