@@ -74,7 +74,7 @@ struct KvCacheAppend {
     const int64_t row = is_packed() ? update_offsets[sequence] + token : token;
     return sequence * plane.update_sequence_stride + row * plane.update_token_stride;
   }
-  [[nodiscard]] bool quantizes() const { return cache_dtype != update_dtype; }
+  [[nodiscard]] constexpr bool quantizes() const { return cache_dtype != update_dtype; }
 };
 
 /// The plane of one cache: k_cache [P, R, Hkv, D] when paged, else [B, Hkv, Lmax, D], and update [T, Hkv, D] or

@@ -49,6 +49,44 @@ __device__ inline T from_float(float value) {
   }
 }
 
+/// The elements of 16 bytes as to_float widens them.
+template <class T>
+__device__ void to_floats(const uint4& words, float* values) {
+  const uint32_t parts[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (std::is_same_v<T, float>) {
+      values[i] = __uint_as_float(parts[i]);
+    } else if constexpr (std::is_same_v<T, __half>) {
+      const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&parts[i]));
+      values[2 * i] = pair.x, values[2 * i + 1] = pair.y;
+    } else {
+      static_assert(std::is_same_v<T, __nv_bfloat16>);
+      values[2 * i] = __uint_as_float(parts[i] << 16), values[2 * i + 1] = __uint_as_float(parts[i] & 0xffff0000u);
+    }
+  }
+}
+
+/// 16 bytes of elements, rounded as from_float rounds them.
+template <class T>
+__device__ uint4 from_floats(const float* values) {
+  uint32_t parts[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (std::is_same_v<T, float>) {
+      parts[i] = __float_as_uint(values[i]);
+    } else if constexpr (std::is_same_v<T, __half>) {
+      const __half2 pair = __floats2half2_rn(values[2 * i], values[2 * i + 1]);
+      parts[i] = *reinterpret_cast<const uint32_t*>(&pair);
+    } else {
+      static_assert(std::is_same_v<T, __nv_bfloat16>);
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(values[2 * i], values[2 * i + 1]);
+      parts[i] = *reinterpret_cast<const uint32_t*>(&pair);
+    }
+  }
+  return {parts[0], parts[1], parts[2], parts[3]};
+}
+
 /// Element `index` of memory whose dtype is known at run time only (f32, f16, bf16, f8e4m3, i8).
 __device__ inline float load_float(const void* data, DType dtype, int64_t index) {
   switch (dtype) {

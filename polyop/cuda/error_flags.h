@@ -21,4 +21,11 @@ ErrorFlag error_flag(std::string_view operand);
 /// none was. Waits for the current device first; not for use inside a stream capture.
 Status check_error_flags();
 
+#ifdef __CUDACC__
+/// On the device: sets a flag, if there is one.
+__device__ inline void raise_flag(ErrorFlag flag) {
+  if (flag != nullptr) *flag = 1;
+}
+#endif
+
 }  // namespace polyop::cuda

@@ -18,6 +18,9 @@ const DeviceNumbers& device_numbers() {
     cudaDeviceGetAttribute(&numbers[device].shared_bytes_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     cudaDeviceGetAttribute(&numbers[device].shared_bytes_per_multiprocessor,
                            cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+    int major = 0;
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    numbers[device].launches_early = major >= 9;
   });
   return numbers[device];
 }

@@ -17,6 +17,7 @@ struct DeviceNumbers {
   int num_multiprocessors = 1;
   int shared_bytes_per_block = 48 * 1024;  // dynamic shared memory a block may ask for
   int shared_bytes_per_multiprocessor = 64 * 1024;
+  bool launches_early = false;  // has programmatic dependent launch: sm_90 or newer
 };
 const DeviceNumbers& device_numbers();
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 namespace polyop::cuda {
 
@@ -11,23 +12,17 @@ struct alignas(sizeof(T) * kCount) Vector {
   T values[kCount];
 };
 
-/// One access for data that is used once and need not stay in the first-level cache.
-template <class T, int kCount>
-__device__ inline Vector<T, kCount> load_streaming(const T* address) {
-  constexpr int kBytes = sizeof(T) * kCount;
-  Vector<T, kCount> result;
-  if constexpr (kBytes == 16) {
-    const uint4 word = __ldcs(reinterpret_cast<const uint4*>(address));
-    *reinterpret_cast<uint4*>(&result) = word;
-  } else {
-    result = *reinterpret_cast<const Vector<T, kCount>*>(address);
-  }
-  return result;
-}
+/// kBytes (1, 2, 4, 8 or 16) as plain words: what waits in registers, where vectors of small elements would be split.
+template <int kBytes>
+using Words = std::conditional_t<
+    kBytes == 16, uint4,
+    std::conditional_t<kBytes == 8, uint2,
+                       std::conditional_t<kBytes == 4, uint32_t, std::conditional_t<kBytes == 2, uint16_t, uint8_t>>>>;
 
-template <class T, int kCount>
-__device__ inline void store_vector(T* address, const Vector<T, kCount>& value) {
-  *reinterpret_cast<Vector<T, kCount>*>(address) = value;
+/// One access for data that is used once and need not stay in the first-level cache.
+template <int kBytes>
+__device__ inline Words<kBytes> load_words(const void* address) {
+  return __ldcs(static_cast<const Words<kBytes>*>(address));
 }
 
 /// Collects addresses and distances in bytes; `widest` is the largest power of two, at most 16, that divides them all.

@@ -2,12 +2,11 @@
 // Math      cache[page(b, position / R), position % R, h, :] = convert(update[t, h, :] / scale[h])
 // Shapes    k, v [T, Hkv, D] or [B, S, Hkv, D] · caches [P, R, Hkv, D] or [B, Hkv, Lmax, D] · page_table [B, W] i32
 // Layout    D dense; every other stride free; accesses as wide as addresses and strides allow, 16 bytes at most
-// Work      one warp for a piece of up to kVectorsPerLane * 32 vectors of one token and plane: it reads its data first
-//           and finds sequence, position and page while the data is on its way
+// Work      one warp for a piece of up to kVectorsPerLane * 32 vectors of a token's keys and values: it reads its data
+//           first and finds sequence, position and page while the data is on its way
 // Memory    each byte of k and v read once, each byte of the cache rows written once
-// Roofline  bandwidth: (bytes read + bytes written) / copy rate; target 92% of a plain copy; few tokens: three
-// dependent
-//           reads (offsets, position, page), about 2 us
+// Roofline  bandwidth: (bytes read + bytes written) / copy rate; target 92% of a plain copy, see docs/performance.md;
+//           few tokens: two dependent reads (offsets and positions, page), about 2 us
 // Numerics  copied bits, or one f32 division and one rounding to nearest even: equal to the reference
 // Limits    none; tokens outside their sequence's capacity and pages outside the pool are skipped and flagged
 #include <cuda_runtime.h>
@@ -15,180 +14,162 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "polyop/cuda/convert.cuh"
 #include "polyop/cuda/error_flags.h"
+#include "polyop/cuda/kv_cache_rows.cuh"
 #include "polyop/cuda/launch.h"
-#include "polyop/cuda/ptx.cuh"
-#include "polyop/cuda/ragged.cuh"
 #include "polyop/cuda/vectors.cuh"
 #include "polyop/ops/kv_cache_update/kv_cache_update_problem.h"
 
 namespace polyop::cuda {
 namespace {
 
-constexpr int kThreads = 128;
-constexpr int kWarps = kThreads / 32;
-constexpr int kVectorsPerLane = 4;
+constexpr int kWarps = 2;  // small blocks make room for the next as soon as their tokens are done
+constexpr int kThreads = 32 * kWarps;
+constexpr int kVectorsPerLane = 8;  // all on their way at once
 constexpr int kVectorsPerPiece = 32 * kVectorsPerLane;
-
-struct Flags {
-  ErrorFlag positions = nullptr;
-  ErrorFlag pages = nullptr;
-};
-
-// ---- device helpers -------------------------------------------------------------------------------------------------
-
-/// x / scale, correctly rounded: a reciprocal and one correction (Markstein) where neither over- nor underflows.
-class Divisor {
- public:
-  __device__ explicit Divisor(float scale) : scale_(scale) {
-    reciprocal_ = __frcp_rn(scale);
-    is_plain_ = fabsf(scale) > 0x1p-60f && fabsf(scale) < 0x1p60f;
-  }
-
-  [[nodiscard]] __device__ bool is_plain() const { return is_plain_; }
-
-  template <bool kIsPlain>
-  [[nodiscard]] __device__ float divide(float x) const {
-    if constexpr (!kIsPlain) return __fdiv_rn(x, scale_);
-    const float quotient = __fmul_rn(x, reciprocal_);
-    const float corrected = fmaf(fmaf(-quotient, scale_, x), reciprocal_, quotient);
-    // Infinities have no remainder. Below 2^-60 it may be rounded: all such quotients store as 0.
-    return fabsf(quotient) < 0x1p60f ? corrected : quotient;
-  }
-
- private:
-  float scale_ = 1.0f;
-  float reciprocal_ = 1.0f;
-  bool is_plain_ = true;
-};
-
-/// Two values as from_float rounds them, in one conversion.
-template <class Cache>
-__device__ Vector<Cache, 2> from_floats(float first, float second) {
-  Vector<Cache, 2> pair;
-  if constexpr (std::is_same_v<Cache, Fp8>) {
-    const __nv_fp8x2_storage_t bits = __nv_cvt_float2_to_fp8x2({first, second}, __NV_SATFINITE, __NV_E4M3);
-    pair.values[0].bits = static_cast<uint8_t>(bits & 0xff);
-    pair.values[1].bits = static_cast<uint8_t>(bits >> 8);
-  } else {
-    pair.values[0] = round_to_int8(first);
-    pair.values[1] = round_to_int8(second);
-  }
-  return pair;
-}
-
-/// data / scale, rounded. kIsPlain: as the divisor says; once for a vector, so that its elements share no branches.
-template <bool kIsPlain, class Cache, class Update, int kWidth>
-__device__ Vector<Cache, kWidth> quantize(const Vector<Update, kWidth>& data, const Divisor& divisor) {
-  Vector<Cache, kWidth> stored;
-  if constexpr (kWidth % 2 == 0) {
-#pragma unroll
-    for (int j = 0; j < kWidth; j += 2) {
-      const auto pair = from_floats<Cache>(divisor.divide<kIsPlain>(to_float(data.values[j])),
-                                           divisor.divide<kIsPlain>(to_float(data.values[j + 1])));
-      *reinterpret_cast<Vector<Cache, 2>*>(&stored.values[j]) = pair;
-    }
-  } else {
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      stored.values[j] = from_float<Cache>(divisor.divide<kIsPlain>(to_float(data.values[j])));
-    }
-  }
-  return stored;
-}
-
-/// Where a token's row stands in the cache.
-struct CacheRow {
-  int64_t page = 0;
-  int64_t row = 0;
-  bool valid = false;
-};
-
-__device__ void raise(ErrorFlag flag) {
-  if (flag != nullptr) *flag = 1;
-}
-
-__device__ CacheRow find_row(const KvCacheUpdateProblem& p, const Flags& flags, int64_t token) {
-  int64_t sequence = 0;
-  int64_t index = 0;  // of the token in its sequence
-  if (p.is_packed()) {
-    sequence = find_sequence(p.update_offsets, p.num_sequences, token);
-    if (sequence < 0) return {};
-    index = token - p.update_offsets[sequence];
-  } else {
-    sequence = token / p.padded_tokens;
-    index = token - sequence * p.padded_tokens;
-  }
-  const int64_t start = p.write_position(sequence);
-  const int64_t position = start + index;
-  if (start < 0 || position >= p.capacity) {
-    raise(flags.positions);
-    return {};
-  }
-  const int64_t column = position / p.page_size;
-  const int64_t page = p.page(sequence, column);
-  if (page < 0 || page >= p.num_pages) {
-    raise(flags.pages);
-    return {};
-  }
-  return {.page = page, .row = position - column * p.page_size, .valid = true};
-}
 
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
-// Update: element type of k and v (a plain word when bits are copied); Cache: that of the cache.
+/// One vector of a token: the lane's next is 32 vectors further. Heads count through both planes. kJoined: a plane has
+/// one head.
+template <int kWidth, bool kJoined>
+class VectorPlace {
+ public:
+  __device__ VectorPlace(const KvCacheUpdateProblem& p, int32_t vector) : vector_(vector) {
+    vectors_per_head_ = static_cast<int32_t>(p.head_dim) / kWidth;
+    if constexpr (kJoined) {
+      num_heads_ = 1;
+      head_ = vector >= vectors_per_head_ ? 1 : 0;
+      heads_a_step_ = 0;
+      vectors_a_step_ = 32;
+    } else {
+      num_heads_ = static_cast<int32_t>(p.num_kv_heads);
+      head_ = vector / vectors_per_head_;
+      heads_a_step_ = 32 / vectors_per_head_;
+      vectors_a_step_ = 32 - heads_a_step_ * vectors_per_head_;
+    }
+    vector_ -= head_ * vectors_per_head_;
+  }
+
+  __device__ void step() {
+    head_ += heads_a_step_;
+    vector_ += vectors_a_step_;
+    if (vector_ >= vectors_per_head_) {
+      vector_ -= vectors_per_head_;
+      ++head_;
+    }
+  }
+
+  [[nodiscard]] __device__ bool is_value() const { return head_ >= num_heads_; }  // of the second plane
+  [[nodiscard]] __device__ int32_t channel() const { return vector_ * kWidth; }
+  /// Among those of its plane.
+  [[nodiscard]] __device__ int32_t head() const { return kJoined ? 0 : is_value() ? head_ - num_heads_ : head_; }
+
+ private:
+  int32_t vectors_per_head_;
+  int32_t num_heads_;
+  int32_t heads_a_step_;
+  int32_t vectors_a_step_;
+  int32_t head_;
+  int32_t vector_;  // in its head
+};
+
+/// Quantizes what lies in `words`.
 template <class Update, class Cache, int kWidth>
+__device__ Words<kWidth> quantize_words(const Words<kWidth * sizeof(Update)>& words, const Divisor& divisor) {
+  float values[kWidth];
+  if constexpr (kWidth * sizeof(Update) == 16) {
+    to_floats<Update>(words, values);
+  } else {
+    const auto& elements = reinterpret_cast<const Vector<Update, kWidth>&>(words);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) values[j] = to_float(elements.values[j]);
+  }
+  return quantize<Cache>(values, divisor);
+}
+
+// Update: element type of k and v (a plain word when bits are copied); Cache: that of the cache.
+template <class Update, class Cache, int kWidth, bool kJoined>
 __global__ void __launch_bounds__(kThreads)
-    kv_cache_update_kernel(const KvCacheUpdateProblem p, const Flags flags, int64_t pieces_per_token) {
+    kv_cache_update_kernel(const __grid_constant__ KvCacheUpdateProblem p, const CacheFlags flags) {
   constexpr bool kQuantizes = !std::is_same_v<Update, Cache>;
-  const int lane = threadIdx.x % 32;
-  const int64_t vectors_per_head = p.head_dim / kWidth;
-  const int64_t vectors_per_plane = p.num_kv_heads * vectors_per_head;
-  const int64_t num_pieces = p.num_tokens * pieces_per_token * p.num_planes;
-  const int64_t stride = int64_t{gridDim.x} * kWarps;
-  for (int64_t piece = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; piece < num_pieces; piece += stride) {
-    const int64_t token_plane = piece / pieces_per_token;
-    const int64_t token = token_plane / p.num_planes;
-    const KvCachePlane& plane = p.planes[token_plane - token * p.num_planes];
-    const int64_t first = (piece - token_plane * pieces_per_token) * kVectorsPerPiece + lane;
-    int64_t from = token * plane.update_token_stride;
-    if (!p.is_packed()) {
-      const int64_t sequence = token / p.padded_tokens;
-      from = sequence * plane.update_sequence_stride + (token - sequence * p.padded_tokens) * plane.update_token_stride;
-    }
-    Vector<Update, kWidth> data[kVectorsPerLane];
-    int32_t head[kVectorsPerLane];
-    int32_t channel[kVectorsPerLane];
+  constexpr int kBytes = kWidth * static_cast<int>(sizeof(Update));
+  const auto token = static_cast<int32_t>(blockIdx.x * kWarps + threadIdx.x / 32);
+  if (token >= p.num_tokens) return;
+  const auto vectors = static_cast<int32_t>(p.num_planes * p.num_kv_heads * (p.head_dim / kWidth));
+  const auto first = static_cast<int32_t>(blockIdx.y * kVectorsPerPiece + threadIdx.x % 32);
+  const VectorPlace<kWidth, kJoined> begin(p, first);
+  int32_t sequence = 0;
+  int32_t row = token;
+  if (!p.is_packed()) {
+    sequence = static_cast<int32_t>(static_cast<uint32_t>(token) / static_cast<uint32_t>(p.padded_tokens));
+    row -= sequence * static_cast<int32_t>(p.padded_tokens);
+  }
+  const Update* from[2];
 #pragma unroll
-    for (int i = 0; i < kVectorsPerLane; ++i) {
-      const int64_t vector = first + i * 32;
-      if (vector >= vectors_per_plane) break;
-      head[i] = static_cast<int32_t>(static_cast<uint32_t>(vector) / static_cast<uint32_t>(vectors_per_head));
-      channel[i] = static_cast<int32_t>(vector - head[i] * vectors_per_head) * kWidth;
-      data[i] = load_streaming<Update, kWidth>(static_cast<const Update*>(plane.update) + from +
-                                               head[i] * plane.update_head_stride + channel[i]);
-    }
-    const CacheRow row = find_row(p, flags, token);
-    if (!row.valid) continue;
-    Cache* to = static_cast<Cache*>(plane.cache) + row.page * plane.page_stride + row.row * plane.row_stride;
+  for (int i = 0; i < 2; ++i) {
+    const KvCachePlane& plane = p.planes[i];
+    from[i] = static_cast<const Update*>(plane.update) + sequence * plane.update_sequence_stride +
+              row * plane.update_token_stride;
+  }
+  Words<kBytes> data[kVectorsPerLane];
+  VectorPlace<kWidth, kJoined> at = begin;
 #pragma unroll
-    for (int i = 0; i < kVectorsPerLane; ++i) {
-      if (first + i * 32 >= vectors_per_plane) break;
-      Cache* address = to + head[i] * plane.cache_head_stride + channel[i];
-      if constexpr (kQuantizes) {
-        const Divisor divisor(plane.scale == nullptr ? 1.0f : plane.scale[head[i] * plane.scale_stride]);
-        const Vector<Cache, kWidth> stored =
-            divisor.is_plain() ? quantize<true, Cache>(data[i], divisor) : quantize<false, Cache>(data[i], divisor);
-        store_vector(address, stored);
-      } else {
-        store_vector(address, data[i]);
-      }
+  for (int i = 0; i < kVectorsPerLane; ++i, at.step()) {
+    if (first + i * 32 >= vectors) break;
+    const int64_t head_stride = p.planes[at.is_value() ? 1 : 0].update_head_stride;
+    data[i] = load_words<kBytes>((at.is_value() ? from[1] : from[0]) + at.head() * head_stride + at.channel());
+  }
+  Divisor divisors[2] = {Divisor(1.0f), Divisor(1.0f)};
+  if constexpr (kQuantizes && kJoined) {
+    divisors[0] = Divisor(kv_cache_scale(p.planes[0], 0));
+    divisors[1] = Divisor(kv_cache_scale(p.planes[1], 0));
+  }
+  // The data is on its way while the row is looked up.
+  const TokenOwner owner = find_owner(p, token);
+  if (owner.sequence < 0) return;
+  const CacheRow place = find_cache_row(p, flags, owner);
+  if (!place.valid) return;
+  Cache* to[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const KvCachePlane& plane = p.planes[i];
+    to[i] = static_cast<Cache*>(plane.cache) + place.page * plane.page_stride + place.row * plane.row_stride;
+  }
+  at = begin;
+#pragma unroll
+  for (int i = 0; i < kVectorsPerLane; ++i, at.step()) {
+    if (first + i * 32 >= vectors) break;
+    const KvCachePlane& plane = p.planes[at.is_value() ? 1 : 0];
+    Cache* address = (at.is_value() ? to[1] : to[0]) + at.head() * plane.cache_head_stride + at.channel();
+    if constexpr (kQuantizes) {
+      Divisor divisor = at.is_value() ? divisors[1] : divisors[0];
+      if constexpr (!kJoined) divisor = Divisor(kv_cache_scale(plane, at.head()));
+      *reinterpret_cast<Words<kWidth>*>(address) = quantize_words<Update, Cache, kWidth>(data[i], divisor);
+    } else {
+      *reinterpret_cast<Words<kBytes>*>(address) = data[i];
     }
   }
 }
 
 // ---- launch ---------------------------------------------------------------------------------------------------------
+
+/// True when heads lie side by side everywhere and share a scale: then they are one long head.
+bool joins_heads(const KvCacheUpdateProblem& p) {
+  for (int32_t i = 0; i < p.num_planes; ++i) {
+    const KvCachePlane& plane = p.planes[i];
+    const bool shares_scale = plane.scale == nullptr || plane.scale_stride == 0;
+    if (plane.update_head_stride != p.head_dim || plane.cache_head_stride != p.head_dim || !shares_scale) return false;
+  }
+  return true;
+}
+
+KvCacheUpdateProblem join_heads(const KvCacheUpdateProblem& problem) {
+  KvCacheUpdateProblem p = problem;
+  p.head_dim *= p.num_kv_heads;
+  p.num_kv_heads = 1;
+  return p;
+}
 
 /// Elements one access moves: bounded by 16 bytes and by what all addresses and distances of both sides divide.
 int access_width(const KvCacheUpdateProblem& p) {
@@ -212,15 +193,14 @@ int access_width(const KvCacheUpdateProblem& p) {
   return static_cast<int>(std::min(update.widest() / update_bytes, cache.widest() / cache_bytes));
 }
 
-template <class Update, class Cache, int kWidth>
+template <class Update, class Cache, int kWidth, bool kJoined>
 Status launch_width(const KvCacheUpdateProblem& p, Stream stream) {
-  const Flags flags = {.positions = error_flag("kv_cache_update: write_positions"),
-                       .pages = error_flag("kv_cache_update: page_table")};
-  const int64_t vectors = p.num_kv_heads * (p.head_dim / kWidth);
-  const int64_t pieces = (vectors + kVectorsPerPiece - 1) / kVectorsPerPiece;
-  const int64_t blocks = blocks_for(p.num_tokens * pieces * p.num_planes, kWarps, int64_t{1} << 30);
-  kv_cache_update_kernel<Update, Cache, kWidth>
-      <<<static_cast<unsigned>(blocks), kThreads, 0, stream_of(stream)>>>(p, flags, pieces);
+  const CacheFlags flags = {.positions = error_flag("kv_cache_update: write_positions"),
+                            .pages = error_flag("kv_cache_update: page_table")};
+  const int64_t vectors = p.num_planes * p.num_kv_heads * (p.head_dim / kWidth);
+  const dim3 blocks(static_cast<unsigned>((p.num_tokens + kWarps - 1) / kWarps),
+                    static_cast<unsigned>((vectors + kVectorsPerPiece - 1) / kVectorsPerPiece));
+  kv_cache_update_kernel<Update, Cache, kWidth, kJoined><<<blocks, kThreads, 0, stream_of(stream)>>>(p, flags);
   return launch_status("kv_cache_update: cuda_tokens");
 }
 
@@ -228,9 +208,13 @@ template <class Update, class Cache>
 Status launch(const KvCacheUpdateProblem& p, Stream stream) {
   constexpr int kWidest = 16 / sizeof(Update);
   const int width = access_width(p);
-  if (width >= kWidest) return launch_width<Update, Cache, kWidest>(p, stream);
-  if (width >= 2) return launch_width<Update, Cache, 2>(p, stream);
-  return launch_width<Update, Cache, 1>(p, stream);
+  if (width >= kWidest) {
+    const bool joined = joins_heads(p);
+    return joined ? launch_width<Update, Cache, kWidest, true>(join_heads(p), stream)
+                  : launch_width<Update, Cache, kWidest, false>(p, stream);
+  }
+  if (width >= 2) return launch_width<Update, Cache, 2, false>(p, stream);
+  return launch_width<Update, Cache, 1, false>(p, stream);
 }
 
 template <class Update>

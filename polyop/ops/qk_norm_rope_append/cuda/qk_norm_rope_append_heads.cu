@@ -1,197 +1,173 @@
 // qk_norm_rope_append_heads: norm, rotation and append of every head of a token in one launch.
-// Math      n = x · w / sqrt(mean(x²) + epsilon); (n1, n2) -> (n1 cos - n2 sin, n2 cos + n1 sin); q to q_out, k and v
-// to
-//           cache[page(b, position / R), position % R, h, :], quantized as round(x / scale[h])
+// Math      n = x · w / sqrt(mean(x²) + epsilon); (n1, n2) -> (n1 cos - n2 sin, n2 cos + n1 sin); q to q_out, k and
+//           v to cache[page(b, position / R), position % R, h, :], quantized as round(x / scale[h])
 // Shapes    q, q_out [T, Hq, D] · k, v [T, Hkv, D] f32, f16, bf16 · caches [P, R, Hkv, D] or [B, Hkv, Lmax, D] ·
 //           cos_sin [Lrot, Drot] f32 · update_offsets [B + 1] i32 · page_table [B, W] i32
 // Layout    D dense; every other stride free; 16-byte accesses where addresses and strides allow, else single elements
-// Work      the Hq + 2 Hkv heads of a token are cut into pieces of a warp; a head takes D / (2 · 16 bytes) neighbouring
-//           lanes, rounded up to a power of two, so that its sum of squares is a few shuffles. A lane reads its
-//           channels of kHeads heads first and looks up sequence, position, page and angles while they are on their way
-// Memory    q, k and v read once, q_out and the cache rows written once; cos_sin 4 Drot bytes a token and piece, cached
-// Roofline  bandwidth: (2 Hq + 4 Hkv) D bytes of dtype a token; few tokens: four dependent reads (offsets, position,
-// page
-//           or angles, store)
-// Numerics  f32 throughout, root and reciprocal correctly rounded, one rounding to the dtype; a quantized key is that
-//           divided by the scale and rounded. Bound in README.md. The same bits for any kHeads
+// Work      a warp takes one token, or with few tokens a share of its heads, in passes over heads of one kind; a head
+//           takes D / (2 · 16 bytes) neighbouring lanes, rounded up to a power of two, so that its sum of squares is a
+//           few shuffles. A lane reads its channels of the first head and looks up sequence, position, page and angles
+//           while they are on their way; then the next head's loads go ahead of the stores of this one
+// Memory    q, k and v read once, q_out and the cache rows written once; cos_sin 4 Drot bytes a token and warp, cached
+// Roofline  bandwidth: (2 Hq + 4 Hkv) D bytes of dtype a token; target 90% of a copy from 4096 tokens on, see
+//           docs/performance.md; few tokens: two dependent reads (offsets and positions, then page and angles)
+// Numerics  f32 throughout, the reciprocal root correctly rounded, one rounding to the dtype; a quantized key is that
+//           divided by the scale and rounded. Bound in README.md. The same bits for any share of heads
 // Limits    none; a token without a slot is left out; one whose position lies outside cos_sin is left out and flagged;
-// a
-//           row outside the cache is not stored and flagged
+//           a row outside the cache is not stored and flagged
 #include <cuda_runtime.h>
 
+#include <algorithm>
+
 #include "polyop/cuda/convert.cuh"
+#include "polyop/cuda/early_launch.cuh"
 #include "polyop/cuda/error_flags.h"
 #include "polyop/cuda/kv_cache_rows.cuh"
 #include "polyop/cuda/launch.h"
 #include "polyop/cuda/rotate.cuh"
+#include "polyop/cuda/token_heads.cuh"
 #include "polyop/cuda/vectors.cuh"
-#include "polyop/ops/qk_norm_rope_append/cuda/token_heads.cuh"
+#include "polyop/ops/qk_norm_rope_append/cuda/head_places.cuh"
 #include "polyop/ops/qk_norm_rope_append/qk_norm_rope_append_problem.h"
 
 namespace polyop::cuda {
 namespace {
 
-constexpr int kThreads = 128;
-constexpr int kWarps = kThreads / 32;
+constexpr int kWarps = 2;
+constexpr int kThreads = 32 * kWarps;
+/// Blocks wanted on a multiprocessor: as many as leave the registers that a kernel needs. Where they spill, a call with
+/// one token takes half a microsecond longer.
+constexpr int blocks_wanted(bool norms) { return norms ? 10 : 14; }
+constexpr int kWarpsWanted = 64;  // on a multiprocessor, before a warp takes more than one pass
 
 // ---- vectors --------------------------------------------------------------------------------------------------------
 
-template <class T, class Stored, int kWidth>
-__device__ void store_quantized(const Target& target, int64_t channel, const Vector<T, kWidth>& value) {
-  const Divisor divisor(target.scale);
-  Vector<Stored, kWidth> stored;
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) {
-    stored.values[j] = from_float<Stored>(divisor.divide(to_float(value.values[j])));
-  }
-  store_vector(static_cast<Stored*>(target.out) + channel, stored);
+/// kWidth channels from `channel` on, quantized.
+template <class Stored, int kWidth>
+__device__ void store_quantized(char* row, int32_t channel, const float (&values)[kWidth], const Divisor& divisor) {
+  *reinterpret_cast<Words<kWidth>*>(row + channel) = quantize<Stored>(values, divisor);
 }
 
+/// What a cache of 8 bits holds of a key or value that is rounded to its own type already.
 template <class T, int kWidth>
-__device__ void store_channels(const Target& target, int64_t channel, const Vector<T, kWidth>& value) {
-  switch (target.dtype) {
-    case DType::kF8E4M3:
-      return store_quantized<T, Fp8>(target, channel, value);
-    case DType::kI8:
-      return store_quantized<T, int8_t>(target, channel, value);
-    default:
-      return store_vector(static_cast<T*>(target.out) + channel, value);
-  }
-}
-
-// Where one lane's channels stand: kWidth from `low` on and kWidth from `high` on. Half-split, these are pairs;
-// interleaved, or behind the rotary part, 2 kWidth neighbours.
-struct LaneChannels {
-  bool active = false;
-  bool rotates = false;
-  int slot = 0;
-  int low = 0;
-  int high = 0;
-};
-
-template <int kWidth, bool kInterleaved>
-__device__ LaneChannels lane_channels(const QkNormRopeAppendProblem& p, int slot, bool active) {
-  const bool rotates = slot < static_cast<int>(p.rotary.rotary_dim / (2 * kWidth));
-  const bool neighbours = kInterleaved || !rotates;
-  const int low = slot * kWidth * (neighbours ? 2 : 1);
-  const int high = low + (neighbours ? kWidth : static_cast<int>(p.rotary.rotary_dim / 2));
-  return {.active = active, .rotates = rotates, .slot = slot, .low = low, .high = high};
-}
-
-/// The weights of kWidth channels from `channel` on, by accesses of 16 bytes.
-template <class T, int kWidth>
-__device__ void load_weights(const HeadNorm& norm, int channel, float (&weights)[kWidth]) {
-  if (norm.weight_dtype == DType::kF32) {
-#pragma unroll
-    for (int j = 0; j < kWidth; j += 4) {
-      const auto* address = reinterpret_cast<const float4*>(static_cast<const float*>(norm.weight) + channel + j);
-      const float4 four = __ldg(address);
-      weights[j] = four.x, weights[j + 1] = four.y, weights[j + 2] = four.z, weights[j + 3] = four.w;
-    }
+__device__ void store_quantized_head(char* row, DType dtype, float scale, const LaneChannels& at,
+                                     const HeadWords& words) {
+  const Divisor divisor(scale);
+  float low[kWidth];
+  float high[kWidth];
+  to_floats<T>(words.low, low);
+  to_floats<T>(words.high, high);
+  if (dtype == DType::kI8) {
+    store_quantized<int8_t>(row, at.low, low, divisor);
+    store_quantized<int8_t>(row, at.high, high, divisor);
   } else {
-    const auto vector = *reinterpret_cast<const Vector<T, kWidth>*>(static_cast<const T*>(norm.weight) + channel);
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) weights[j] = to_float(vector.values[j]);
+    store_quantized<Fp8>(row, at.low, low, divisor);
+    store_quantized<Fp8>(row, at.high, high, divisor);
   }
 }
 
-/// Norm and rotation of one lane's channels, in f32, then rounded: a and b are replaced.
-template <class T, int kWidth, bool kInterleaved>
-__device__ void norm_and_rotate(const HeadNorm& norm, float factor, const LaneChannels& at, const float (&c)[kWidth],
-                                const float (&s)[kWidth], Vector<T, kWidth>* a, Vector<T, kWidth>* b) {
-  float x[2 * kWidth];
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) {
-    x[j] = to_float(a->values[j]);
-    x[kWidth + j] = to_float(b->values[j]);
-  }
-  if (norm.weight != nullptr) {
-    float weights[kWidth];
-    load_weights<T>(norm, at.low, weights);
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) x[j] = __fmul_rn(__fmul_rn(x[j], factor), weights[j]);
-    load_weights<T>(norm, at.high, weights);
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) x[kWidth + j] = __fmul_rn(__fmul_rn(x[kWidth + j], factor), weights[j]);
-  }
-  if (at.rotates) {
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      const int first = kInterleaved ? 2 * j : j;
-      const int second = kInterleaved ? 2 * j + 1 : kWidth + j;
-      rotate_pair(x[first], x[second], c[j], s[j], &x[first], &x[second]);
-    }
-  }
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) {
-    a->values[j] = from_float<T>(x[j]);
-    b->values[j] = from_float<T>(x[kWidth + j]);
-  }
+/// A lane's weights of a kind, read long before they are needed; nothing when they are wider than T.
+template <class T>
+__device__ HeadWords load_weights(const HeadNorm& norm, const LaneChannels& at) {
+  if (sizeof(T) < sizeof(float) && norm.weight_dtype == DType::kF32) return {};
+  const T* weights = static_cast<const T*>(norm.weight);
+  return {__ldg(reinterpret_cast<const uint4*>(weights + at.low)),
+          __ldg(reinterpret_cast<const uint4*>(weights + at.high))};
 }
 
-// `lanes_per_head`: a power of two, at least D / (2 kWidth) and at most 32. kHeads: heads one lane takes part in.
-template <class T, int kWidth, bool kInterleaved, int kHeads>
-__global__ void __launch_bounds__(kThreads)
-    append_vectors_kernel(const QkNormRopeAppendProblem p, const Flags flags, int64_t pieces, int lanes_per_head) {
-  const int64_t item = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
-  const int64_t token = item / pieces;
+/// x scaled by the norm: kWidth channels from `channel` on, `words` their weights as load_weights read them.
+template <class T, int kWidth>
+__device__ void apply_norm(const HeadNorm& norm, float factor, int32_t channel, const uint4& words, float* x) {
+  float weights[kWidth];
+  if (sizeof(T) < sizeof(float) && norm.weight_dtype == DType::kF32) {
+    load_floats(static_cast<const float*>(norm.weight) + channel, true, weights);
+  } else {
+    to_floats<T>(words, weights);
+  }
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) x[j] = __fmul_rn(__fmul_rn(x[j], factor), weights[j]);
+}
+
+// A lane's slot in a head is described at LaneChannels; kWidth elements are 16 bytes.
+template <class T, int kWidth, bool kInterleaved, bool kNorms, bool kQuantizes>
+__global__ void __launch_bounds__(kThreads, blocks_wanted(kNorms))
+    append_vectors_kernel(const __grid_constant__ QkNormRopeAppendProblem p,
+                          const __grid_constant__ TokenHeads<3> heads, const Flags flags) {
+  let_next_kernel_start();
+  wait_for_earlier_work();
+  const auto token = static_cast<int32_t>(blockIdx.x * kWarps + threadIdx.x / 32);
   if (token >= p.append.num_tokens) return;
-  const int lane = threadIdx.x % 32;
-  const int heads_per_pass = 32 / lanes_per_head;
-  const int64_t num_heads = p.num_query_heads + 2 * p.append.num_kv_heads;
-  const int64_t my_head = (item - token * pieces) * heads_per_pass * kHeads + lane / lanes_per_head;
-  const int slot = lane % lanes_per_head;
-  const LaneChannels at =
-      lane_channels<kWidth, kInterleaved>(p, slot, slot < static_cast<int>(p.append.head_dim / (2 * kWidth)));
-  Vector<T, kWidth> a[kHeads] = {};
-  Vector<T, kWidth> b[kHeads] = {};
-#pragma unroll
-  for (int i = 0; i < kHeads; ++i) {
-    const int64_t head = my_head + i * heads_per_pass;
-    if (head >= num_heads || !at.active) continue;
-    const T* x = input_of<T>(p, token, head_of(p, head));
-    a[i] = *reinterpret_cast<const Vector<T, kWidth>*>(x + at.low);
-    b[i] = *reinterpret_cast<const Vector<T, kWidth>*>(x + at.high);
+  const int32_t slot = static_cast<int32_t>(threadIdx.x % 32) & ((1 << heads.log2_lanes) - 1);
+  const bool has_channels = slot < static_cast<int32_t>(p.append.head_dim) / (2 * kWidth);
+  const LaneChannels at = lane_channels<kWidth, kInterleaved>(p.rotary, slot);
+  const int32_t first = static_cast<int32_t>(blockIdx.y) * heads.passes_per_piece;
+  const int32_t end = min(first + heads.passes_per_piece, heads.num_passes[0] + 2 * heads.num_passes[1]);
+  const auto row_of_x = [&](int32_t kind, int32_t head) { return heads.from[kind].row(token, 0, head); };
+  HeadCursor<3, decltype(row_of_x)> source(heads, heads.from, first, row_of_x);
+  const auto load = [&](int32_t number) {
+    HeadWords words;
+    if (number < end) {
+      if (source.is_valid() && has_channels) words = load_head<T>(source.row(), at);
+      source.next();
+    }
+    return words;
+  };
+  int32_t weights_kind = source.kind();
+  HeadWords words = load(first);
+  HeadWords weights;
+  if constexpr (kNorms) {
+    if (has_channels) weights = load_weights<T>(weights_kind == 0 ? p.q_norm : p.k_norm, at);
   }
-  // The heads are on their way while the token's place and its angles are looked up.
+  // The first head is on its way while the token's place and its angles are looked up.
   const TokenPlace place = find_token(p, flags, token);
   if (!place.has_slot) return;
-  const CacheRow row = find_cache_row(p.append, flags.cache, place.sequence, place.start, place.index);
-  float c[kWidth] = {};
-  float s[kWidth] = {};
-  if (at.active && at.rotates) {
-    const float* cosines = p.rotary.cosines(place.position) + at.slot * kWidth;
+  const Angles<kWidth> angles = load_angles<kWidth>(p.rotary, place.position, at, true);
+  const CacheRow row = find_cache_row(p.append, flags.cache, place.owner);
+  const auto row_of_result = [&](int32_t kind, int32_t head) {
+    const bool in_cache = kind != static_cast<int32_t>(HeadKind::kQuery);
+    return heads.to[kind].row(in_cache ? row.page : token, in_cache ? row.row : 0, head);
+  };
+  HeadCursor<3, decltype(row_of_result)> target(heads, heads.to, first, row_of_result);
+  for (int32_t number = first; number < end; ++number, target.next()) {
+    const HeadWords next = load(number + 1);
+    const auto kind = static_cast<HeadKind>(target.kind());
+    if (kind != HeadKind::kValue && (kNorms || at.rotates)) {
+      float x[2 * kWidth];
+      to_floats<T>(words.low, x);
+      to_floats<T>(words.high, x + kWidth);
+      if constexpr (kNorms) {
+        float sum = 0.0f;
+        float other = 0.0f;
 #pragma unroll
-    for (int j = 0; j < kWidth; j += 4) {
-      const float4 c4 = __ldg(reinterpret_cast<const float4*>(cosines + j));
-      const float4 s4 = __ldg(reinterpret_cast<const float4*>(cosines + p.rotary.rotary_dim / 2 + j));
-      c[j] = c4.x, c[j + 1] = c4.y, c[j + 2] = c4.z, c[j + 3] = c4.w;
-      s[j] = s4.x, s[j + 1] = s4.y, s[j + 2] = s4.z, s[j + 3] = s4.w;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kHeads; ++i) {
-    const int64_t head_index = my_head + i * heads_per_pass;
-    float factor = 1.0f;
-    if (p.has_norm()) {  // every lane takes part in the shuffles, those without channels with zeros
-      float sum = 0.0f;
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
-        sum = fmaf(to_float(a[i].values[j]), to_float(a[i].values[j]), sum);
-        sum = fmaf(to_float(b[i].values[j]), to_float(b[i].values[j]), sum);
+        for (int j = 0; j < kWidth; ++j) {
+          sum = fmaf(x[j], x[j], sum);
+          other = fmaf(x[kWidth + j], x[kWidth + j], other);
+        }
+        // Every lane of the warp takes part, those without channels with zeros.
+        const float factor = norm_factor(sum_over(sum + other, 1 << heads.log2_lanes), p.append.head_dim, p.epsilon);
+        if (has_channels) {
+          const HeadNorm& norm = kind == HeadKind::kQuery ? p.q_norm : p.k_norm;
+          if (target.kind() != weights_kind) {
+            weights_kind = target.kind();
+            weights = load_weights<T>(norm, at);
+          }
+          apply_norm<T, kWidth>(norm, factor, at.low, weights.low, x);
+          apply_norm<T, kWidth>(norm, factor, at.high, weights.high, x + kWidth);
+        }
       }
-      factor = norm_factor(sum_over(sum, lanes_per_head), p.append.head_dim, p.epsilon);
+      if (at.rotates) rotate_lane<kWidth, kInterleaved>(angles, x);
+      words = {from_floats<T>(x), from_floats<T>(x + kWidth)};
     }
-    if (head_index >= num_heads || !at.active) continue;
-    const Head head = head_of(p, head_index);
-    const HeadNorm norm = norm_of(p, head.kind);
-    if (head.kind != HeadKind::kValue && (norm.weight != nullptr || at.rotates)) {
-      norm_and_rotate<T, kWidth, kInterleaved>(norm, factor, at, c, s, &a[i], &b[i]);
+    const bool in_cache = kind != HeadKind::kQuery;
+    if (target.is_valid() && has_channels && (!in_cache || row.valid)) {
+      if (kQuantizes && in_cache) {
+        const float scale = kv_cache_scale(p.append.planes[kind == HeadKind::kKey ? 0 : 1], target.head());
+        store_quantized_head<T, kWidth>(target.row(), p.append.cache_dtype, scale, at, words);
+      } else {
+        store_head<T>(target.row(), at, words);
+      }
     }
-    const Target target = target_of(p, token, row, head);
-    if (target.out == nullptr) continue;
-    store_channels(target, at.low, a[i]);
-    store_channels(target, at.high, b[i]);
+    words = next;
   }
 }
 
@@ -201,10 +177,10 @@ template <class T>
 __device__ void store_channel(const Target& target, int64_t channel, T value) {
   switch (target.dtype) {
     case DType::kF8E4M3:
-      static_cast<Fp8*>(target.out)[channel] = from_float<Fp8>(Divisor(target.scale).divide(to_float(value)));
+      static_cast<Fp8*>(target.out)[channel] = from_float<Fp8>(__fdiv_rn(to_float(value), target.scale));
       break;
     case DType::kI8:
-      static_cast<int8_t*>(target.out)[channel] = from_float<int8_t>(Divisor(target.scale).divide(to_float(value)));
+      static_cast<int8_t*>(target.out)[channel] = from_float<int8_t>(__fdiv_rn(to_float(value), target.scale));
       break;
     default:
       static_cast<T*>(target.out)[channel] = value;
@@ -221,8 +197,8 @@ __global__ void __launch_bounds__(kThreads)
   const int lane = threadIdx.x % 32;
   const TokenPlace place = find_token(p, flags, token);
   if (!place.has_slot) return;
-  const CacheRow row = find_cache_row(p.append, flags.cache, place.sequence, place.start, place.index);
-  const Head head = head_of(p, item - token * num_heads);
+  const CacheRow row = find_cache_row(p.append, flags.cache, place.owner);
+  const Head head = head_of(p, static_cast<int32_t>(item - token * num_heads));
   const Target target = target_of(p, token, row, head);
   if (target.out == nullptr) return;
   const T* x = input_of<T>(p, token, head);
@@ -277,26 +253,45 @@ bool takes_vectors(const QkNormRopeAppendProblem& p, int64_t width) {
          p.rotary.rotary_dim % (2 * width) == 0 && p.append.head_dim <= 64 * width;
 }
 
-template <class T, int kWidth, int kHeads>
-Status launch_vectors(const QkNormRopeAppendProblem& p, const Flags& flags, int lanes_per_head, Stream stream) {
-  const int64_t num_heads = p.num_query_heads + 2 * p.append.num_kv_heads;
-  const int64_t heads_per_piece = 32 / lanes_per_head * kHeads;
-  const int64_t pieces = (num_heads + heads_per_piece - 1) / heads_per_piece;
-  const auto blocks = static_cast<unsigned>(blocks_for(p.append.num_tokens * pieces, kWarps, int64_t{1} << 30));
-  if (p.rotary.interleaved) {
-    append_vectors_kernel<T, kWidth, true, kHeads>
-        <<<blocks, kThreads, 0, stream_of(stream)>>>(p, flags, pieces, lanes_per_head);
-  } else {
-    append_vectors_kernel<T, kWidth, false, kHeads>
-        <<<blocks, kThreads, 0, stream_of(stream)>>>(p, flags, pieces, lanes_per_head);
+/// Rows of q, k and v, and of q_out and the two caches.
+TokenHeads<3> token_heads(const QkNormRopeAppendProblem& p) {
+  const int64_t bytes = dtype_bytes(p.append.update_dtype);
+  const int64_t cache_bytes = dtype_bytes(p.append.cache_dtype);
+  TokenHeads<3> heads;
+  heads.num_heads[0] = static_cast<int32_t>(p.num_query_heads);
+  heads.from[0] = {.data = static_cast<char*>(const_cast<void*>(p.q)),
+                   .outer_stride = p.q_token_stride * bytes,
+                   .head_stride = p.q_head_stride * bytes};
+  heads.to[0] = {.data = static_cast<char*>(p.q_out),
+                 .outer_stride = p.q_out_token_stride * bytes,
+                 .head_stride = p.q_out_head_stride * bytes};
+  for (int i = 0; i < 2; ++i) {
+    const KvCachePlane& plane = p.append.planes[i];
+    heads.num_heads[1 + i] = static_cast<int32_t>(p.append.num_kv_heads);
+    heads.from[1 + i] = {.data = static_cast<char*>(const_cast<void*>(plane.update)),
+                         .outer_stride = plane.update_token_stride * bytes,
+                         .head_stride = plane.update_head_stride * bytes};
+    heads.to[1 + i] = {.data = static_cast<char*>(plane.cache),
+                       .outer_stride = plane.page_stride * cache_bytes,
+                       .inner_stride = plane.row_stride * cache_bytes,
+                       .head_stride = plane.cache_head_stride * cache_bytes};
   }
-  return launch_status("qk_norm_rope_append: cuda_heads");
+  return heads;
+}
+
+template <class T, int kWidth, bool kInterleaved>
+auto kernel_for(const QkNormRopeAppendProblem& p) {
+  if (p.append.quantizes()) {
+    return p.has_norm() ? append_vectors_kernel<T, kWidth, kInterleaved, true, true>
+                        : append_vectors_kernel<T, kWidth, kInterleaved, false, true>;
+  }
+  return p.has_norm() ? append_vectors_kernel<T, kWidth, kInterleaved, true, false>
+                      : append_vectors_kernel<T, kWidth, kInterleaved, false, false>;
 }
 
 template <class T>
 Status launch(const QkNormRopeAppendProblem& p, Stream stream) {
   constexpr int kWidth = 16 / sizeof(T);
-  constexpr int kManyHeads = 4;  // heads of a lane when there are tokens enough to fill the device all the same
   const Flags flags = {.cache = {.positions = error_flag("qk_norm_rope_append: write_positions"),
                                  .pages = error_flag("qk_norm_rope_append: page_table")},
                        .position_ids = error_flag("qk_norm_rope_append: position_ids")};
@@ -307,13 +302,14 @@ Status launch(const QkNormRopeAppendProblem& p, Stream stream) {
     append_elements_kernel<T><<<blocks, kThreads, 0, stream_of(stream)>>>(p, flags, num_heads);
     return launch_status("qk_norm_rope_append: cuda_heads");
   }
-  int lanes_per_head = 1;
-  while (lanes_per_head < p.append.head_dim / (2 * kWidth)) lanes_per_head *= 2;
-  // A multiprocessor holds 16 blocks of 4 warps: with more warps than twice that many, each may take several heads.
-  const int64_t warps = p.append.num_tokens * num_heads * lanes_per_head / 32;
-  const bool many = warps > int64_t{device_numbers().num_multiprocessors} * 128;
-  return many ? launch_vectors<T, kWidth, kManyHeads>(p, flags, lanes_per_head, stream)
-              : launch_vectors<T, kWidth, 1>(p, flags, lanes_per_head, stream);
+  TokenHeads<3> heads = token_heads(p);
+  heads.cut(p.append.head_dim * static_cast<int64_t>(sizeof(T)), p.append.num_tokens,
+            int64_t{device_numbers().num_multiprocessors} * kWarpsWanted);
+  const dim3 blocks(static_cast<unsigned>((p.append.num_tokens + kWarps - 1) / kWarps),
+                    static_cast<unsigned>(heads.pieces));
+  const auto kernel = p.rotary.interleaved ? kernel_for<T, kWidth, true>(p) : kernel_for<T, kWidth, false>(p);
+  launch_early(kernel, blocks, kThreads, 0, stream, p, heads, flags);
+  return launch_status("qk_norm_rope_append: cuda_heads");
 }
 
 }  // namespace

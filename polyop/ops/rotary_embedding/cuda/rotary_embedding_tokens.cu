@@ -2,153 +2,79 @@
 // Math      (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) in f32; channels from Drot on are copied
 // Shapes    q [T, Hq, D] · k [T, Hkv, D] f32, f16, bf16 · cos_sin [Lmax, Drot] f32 · position_ids [T] i32 or i64
 // Layout    D dense; every other stride free; 16-byte accesses where addresses and strides allow, else single elements
-// Work      a warp takes one token and kHeadsPerPiece heads of q and k together; a lane keeps the cosines and sines of
-//           its channels in registers and walks over the heads, loads of all its heads before the first store
-// Memory    q and k read once and written once; cos_sin 4 Drot bytes a token and piece, from cache after the first
-// Roofline  bandwidth: 2 T (Hq + Hkv) D bytes of dtype / copy rate; target 90% of a copy from 4096 tokens on; few
-//           tokens: two dependent reads, about 2 us
+// Work      a warp takes one token, or with few tokens a share of its heads; a lane keeps the cosines and sines of its
+//           channels in registers and walks over the heads, the next one's loads ahead of the stores of this one
+// Memory    q and k read once and written once; cos_sin 4 Drot bytes a token and warp
+// Roofline  bandwidth: 2 T (Hq + Hkv) D bytes of dtype / copy rate; target 90% of a copy from 4096 tokens on, see
+//           docs/performance.md; few tokens: two dependent reads, about 2 us
 // Numerics  two f32 products and a sum, fused, then one rounding; bound in README.md
 // Limits    none; a token whose position lies outside cos_sin is left unwritten and flagged
 #include <cuda_runtime.h>
 
 #include "polyop/cuda/convert.cuh"
+#include "polyop/cuda/early_launch.cuh"
 #include "polyop/cuda/error_flags.h"
 #include "polyop/cuda/launch.h"
+#include "polyop/cuda/rotate.cuh"
+#include "polyop/cuda/token_heads.cuh"
 #include "polyop/cuda/vectors.cuh"
 #include "polyop/ops/rotary_embedding/rotary_embedding_problem.h"
 
 namespace polyop::cuda {
 namespace {
 
-constexpr int kThreads = 128;
-constexpr int kWarps = kThreads / 32;
-constexpr int kHeadsPerLane = 2;  // few registers and many warps: a warp mostly waits
-constexpr int kBlocksWanted = 7;  // on a multiprocessor
-
-// ---- device helpers -------------------------------------------------------------------------------------------------
-
-/// Addresses of one head of q or k.
-template <class T>
-struct Head {
-  const T* x;
-  T* out;
-};
-
-template <class T>
-__device__ Head<T> head_of(const RotaryEmbeddingProblem& p, int64_t token, int64_t head) {
-  const bool is_q = head < p.heads[0].num_heads;
-  const RotaryHeads& heads = p.heads[is_q ? 0 : 1];
-  const int64_t h = is_q ? head : head - p.heads[0].num_heads;
-  return {static_cast<const T*>(heads.x) + token * heads.x_token_stride + h * heads.x_head_stride,
-          static_cast<T*>(heads.out) + token * heads.out_token_stride + h * heads.out_head_stride};
-}
-
-__device__ inline void rotate(float x1, float x2, float c, float s, float* y1, float* y2) {
-  *y1 = fmaf(x1, c, -__fmul_rn(x2, s));
-  *y2 = fmaf(x2, c, __fmul_rn(x1, s));
-}
-
-/// kWidth neighbouring cosines or sines, in 16-byte accesses when `wide`: kWidth is a multiple of four.
-template <int kWidth>
-__device__ void load_angles(const float* from, bool wide, float (&angles)[kWidth]) {
-  static_assert(kWidth % 4 == 0);
-  if (wide) {
-#pragma unroll
-    for (int j = 0; j < kWidth; j += 4) {
-      const float4 four = __ldg(reinterpret_cast<const float4*>(from + j));
-      angles[j] = four.x;
-      angles[j + 1] = four.y;
-      angles[j + 2] = four.z;
-      angles[j + 3] = four.w;
-    }
-  } else {
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) angles[j] = __ldg(from + j);
-  }
-}
+constexpr int kWarps = 4;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kBlocksWanted = 8;  // on a multiprocessor: many warps wait better than few with more loads each
+constexpr int kWarpsWanted = 64;  // on a multiprocessor, before a warp takes more than one pass
 
 // ---- kernels --------------------------------------------------------------------------------------------------------
 
-// A lane's slot in a head: half-split, the kWidth pairs from channel slot * kWidth on; interleaved, kWidth pairs in
-// 2 * kWidth neighbours; slots behind the rotary part copy 2 * kWidth channels. kWidth is half of what 32 bytes hold.
+// A lane's slot in a head is described at LaneChannels; kWidth elements are 16 bytes.
 template <class T, int kWidth, bool kInterleaved>
 __global__ void __launch_bounds__(kThreads, kBlocksWanted)
-    rotary_vectors_kernel(const RotaryEmbeddingProblem p, ErrorFlag position_flag, int64_t pieces_per_token,
-                          bool wide_angles) {
-  const int lane = threadIdx.x % 32;
-  const auto num_heads = p.heads[0].num_heads + (p.num_inputs > 1 ? p.heads[1].num_heads : 0);
-  const int slots = static_cast<int>(p.head_dim / (2 * kWidth));
-  const int rotary_slots = static_cast<int>(p.rotary_dim / (2 * kWidth));
-  const int heads_per_pass = max(1, 32 / slots);
-  const int64_t piece = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
-  const int64_t token = piece / pieces_per_token;
+    rotary_vectors_kernel(const __grid_constant__ RotaryEmbeddingProblem p, const __grid_constant__ TokenHeads<2> heads,
+                          ErrorFlag position_flag, bool wide_angles) {
+  let_next_kernel_start();
+  wait_for_earlier_work();
+  const auto token = static_cast<int32_t>(blockIdx.x * kWarps + threadIdx.x / 32);
   if (token >= p.num_tokens) return;
-  const int64_t first_head = (piece - token * pieces_per_token) * heads_per_pass * kHeadsPerLane;
-  // More than 32 slots a head: the lane takes several, each over all its heads.
-  for (int slot = slots >= 32 ? lane : lane % slots; slot < slots; slot += 32) {
-    if (slots < 32 && lane >= heads_per_pass * slots) break;
-    const bool rotates = slot < rotary_slots;
-    const int low = kInterleaved || !rotates ? slot * 2 * kWidth : slot * kWidth;  // channel of the lane's first access
-    const int high = kInterleaved || !rotates ? low + kWidth : low + static_cast<int>(p.rotary_dim / 2);
-    Vector<T, kWidth> a[kHeadsPerLane];
-    Vector<T, kWidth> b[kHeadsPerLane];
-    const int64_t my_head = first_head + (slots >= 32 ? 0 : lane / slots);
-#pragma unroll
-    for (int i = 0; i < kHeadsPerLane; ++i) {
-      const int64_t head = my_head + i * heads_per_pass;
-      if (head >= num_heads) break;
-      const Head<T> at = head_of<T>(p, token, head);
-      a[i] = *reinterpret_cast<const Vector<T, kWidth>*>(at.x + low);
-      b[i] = *reinterpret_cast<const Vector<T, kWidth>*>(at.x + high);
+  const int32_t slot = static_cast<int32_t>(threadIdx.x % 32) & ((1 << heads.log2_lanes) - 1);
+  if (slot >= static_cast<int32_t>(p.head_dim) / (2 * kWidth)) return;
+  const LaneChannels at = lane_channels<kWidth, kInterleaved>(p, slot);
+  const int32_t first = static_cast<int32_t>(blockIdx.y) * heads.passes_per_piece;
+  const int32_t end = min(first + heads.passes_per_piece, heads.num_passes[0] + heads.num_passes[1]);
+  const auto row_of_x = [&](int32_t kind, int32_t head) { return heads.from[kind].row(token, 0, head); };
+  HeadCursor<2, decltype(row_of_x)> source(heads, heads.from, first, row_of_x);
+  const auto load = [&](int32_t number) {
+    HeadWords words;
+    if (number < end) {
+      if (source.is_valid()) words = load_head<T>(source.row(), at);
+      source.next();
     }
-    // The heads are on their way while the position and its angles are looked up.
-    const int64_t position = p.position(token);
-    if (position < 0 || position >= p.num_positions) {
-      if (position_flag != nullptr) *position_flag = 1;
-      return;
+    return words;
+  };
+  HeadWords words = load(first);
+  // The first head is on its way while the position and its angles are looked up.
+  const int64_t position = p.position(token);
+  if (position < 0 || position >= p.num_positions) {
+    raise_flag(position_flag);
+    return;
+  }
+  const Angles<kWidth> angles = load_angles<kWidth>(p, position, at, wide_angles);
+  const auto row_of_out = [&](int32_t kind, int32_t head) { return heads.to[kind].row(token, 0, head); };
+  HeadCursor<2, decltype(row_of_out)> target(heads, heads.to, first, row_of_out);
+  for (int32_t number = first; number < end; ++number, target.next()) {
+    const HeadWords next = load(number + 1);
+    if (at.rotates) {
+      float x[2 * kWidth];
+      to_floats<T>(words.low, x);
+      to_floats<T>(words.high, x + kWidth);
+      rotate_lane<kWidth, kInterleaved>(angles, x);
+      words = {from_floats<T>(x), from_floats<T>(x + kWidth)};
     }
-    const float* cosines = p.cos_sin + position * p.cos_sin_stride;
-    const float* sines = cosines + p.rotary_dim / 2;
-    float c[kWidth];
-    float s[kWidth];
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) c[j] = s[j] = 0.0f;
-    if (rotates) {
-      load_angles(cosines + slot * kWidth, wide_angles, c);
-      load_angles(sines + slot * kWidth, wide_angles, s);
-    }
-#pragma unroll
-    for (int i = 0; i < kHeadsPerLane; ++i) {
-      const int64_t head = my_head + i * heads_per_pass;
-      if (head >= num_heads) break;
-      const Head<T> at = head_of<T>(p, token, head);
-      if (rotates) {
-        Vector<T, kWidth> y1 = a[i];
-        Vector<T, kWidth> y2 = b[i];
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) {
-          float f1 = 0.0f;
-          float f2 = 0.0f;
-          if constexpr (kInterleaved) {
-            // Channels 2j and 2j + 1 of the 2 * kWidth in a and b.
-            const T x1 = 2 * j < kWidth ? a[i].values[(2 * j) % kWidth] : b[i].values[(2 * j) % kWidth];
-            const T x2 = 2 * j < kWidth ? a[i].values[(2 * j + 1) % kWidth] : b[i].values[(2 * j + 1) % kWidth];
-            rotate(to_float(x1), to_float(x2), c[j], s[j], &f1, &f2);
-            Vector<T, kWidth>& y = 2 * j < kWidth ? y1 : y2;
-            y.values[(2 * j) % kWidth] = from_float<T>(f1);
-            y.values[(2 * j + 1) % kWidth] = from_float<T>(f2);
-          } else {
-            rotate(to_float(a[i].values[j]), to_float(b[i].values[j]), c[j], s[j], &f1, &f2);
-            y1.values[j] = from_float<T>(f1);
-            y2.values[j] = from_float<T>(f2);
-          }
-        }
-        a[i] = y1;
-        b[i] = y2;
-      }
-      store_vector(at.out + low, a[i]);
-      store_vector(at.out + high, b[i]);
-    }
+    if (target.is_valid()) store_head<T>(target.row(), at, words);
+    words = next;
   }
 }
 
@@ -157,28 +83,33 @@ template <class T>
 __global__ void __launch_bounds__(kThreads)
     rotary_elements_kernel(const RotaryEmbeddingProblem p, ErrorFlag position_flag) {
   const int lane = threadIdx.x % 32;
-  const auto num_heads = p.heads[0].num_heads + (p.num_inputs > 1 ? p.heads[1].num_heads : 0);
+  const int64_t num_heads = p.heads[0].num_heads + (p.num_inputs > 1 ? p.heads[1].num_heads : 0);
   const int64_t item = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
   const int64_t token = item / num_heads;
   if (token >= p.num_tokens) return;
   const int64_t position = p.position(token);
   if (position < 0 || position >= p.num_positions) {
-    if (position_flag != nullptr) *position_flag = 1;
+    raise_flag(position_flag);
     return;
   }
   const float* cosines = p.cos_sin + position * p.cos_sin_stride;
   const float* sines = cosines + p.rotary_dim / 2;
-  const Head<T> at = head_of<T>(p, token, item - token * num_heads);
+  const int64_t head = item - token * num_heads;
+  const bool is_q = head < p.heads[0].num_heads;
+  const RotaryHeads& heads = p.heads[is_q ? 0 : 1];
+  const int64_t index = is_q ? head : head - p.heads[0].num_heads;
+  const T* x = static_cast<const T*>(heads.x) + token * heads.x_token_stride + index * heads.x_head_stride;
+  T* out = static_cast<T*>(heads.out) + token * heads.out_token_stride + index * heads.out_head_stride;
   for (int64_t pair = lane; pair < p.rotary_dim / 2; pair += 32) {
-    const int64_t first = p.interleaved ? 2 * pair : pair;
-    const int64_t second = p.interleaved ? 2 * pair + 1 : pair + p.rotary_dim / 2;
+    const int64_t first = p.first_channel(pair);
+    const int64_t second = p.second_channel(pair);
     float y1 = 0.0f;
     float y2 = 0.0f;
-    rotate(to_float(at.x[first]), to_float(at.x[second]), cosines[pair], sines[pair], &y1, &y2);
-    at.out[first] = from_float<T>(y1);
-    at.out[second] = from_float<T>(y2);
+    rotate_pair(to_float(x[first]), to_float(x[second]), cosines[pair], sines[pair], &y1, &y2);
+    out[first] = from_float<T>(y1);
+    out[second] = from_float<T>(y2);
   }
-  for (int64_t channel = p.rotary_dim + lane; channel < p.head_dim; channel += 32) at.out[channel] = at.x[channel];
+  for (int64_t channel = p.rotary_dim + lane; channel < p.head_dim; channel += 32) out[channel] = x[channel];
 }
 
 // ---- launch ---------------------------------------------------------------------------------------------------------
@@ -194,32 +125,43 @@ bool takes_vectors(const RotaryEmbeddingProblem& p, int64_t width) {
       access.distance(stride * static_cast<int64_t>(sizeof(T)));
     }
   }
-  return access.widest() == 16 && p.head_dim % (2 * width) == 0 && p.rotary_dim % (2 * width) == 0;
+  return access.widest() == 16 && p.head_dim % (2 * width) == 0 && p.rotary_dim % (2 * width) == 0 &&
+         p.head_dim <= 64 * width;
 }
 
 template <class T>
 Status launch(const RotaryEmbeddingProblem& p, Stream stream) {
   constexpr int kWidth = 16 / sizeof(T);
   const ErrorFlag flag = error_flag("rotary_embedding: position_ids");
-  const int64_t num_heads = p.heads[0].num_heads + (p.num_inputs > 1 ? p.heads[1].num_heads : 0);
+  TokenHeads<2> heads;
+  for (int32_t i = 0; i < p.num_inputs; ++i) {
+    const RotaryHeads& kind = p.heads[i];
+    constexpr auto kBytes = static_cast<int64_t>(sizeof(T));
+    heads.num_heads[i] = static_cast<int32_t>(kind.num_heads);
+    heads.from[i] = {.data = static_cast<char*>(const_cast<void*>(kind.x)),
+                     .outer_stride = kind.x_token_stride * kBytes,
+                     .head_stride = kind.x_head_stride * kBytes};
+    heads.to[i] = {.data = static_cast<char*>(kind.out),
+                   .outer_stride = kind.out_token_stride * kBytes,
+                   .head_stride = kind.out_head_stride * kBytes};
+  }
+  const int64_t num_heads = heads.num_heads[0] + heads.num_heads[1];
   if (num_heads == 0) return Status::ok();
-  constexpr int64_t kMostBlocks = int64_t{1} << 30;
   if (!takes_vectors<T>(p, kWidth)) {
-    const auto blocks = static_cast<unsigned>(blocks_for(p.num_tokens * num_heads, kWarps, kMostBlocks));
+    const auto blocks = static_cast<unsigned>(blocks_for(p.num_tokens * num_heads, kWarps, int64_t{1} << 30));
     rotary_elements_kernel<T><<<blocks, kThreads, 0, stream_of(stream)>>>(p, flag);
     return launch_status("rotary_embedding: cuda_tokens");
   }
-  const int64_t slots = p.head_dim / (2 * kWidth);
-  const int64_t heads_per_piece = std::max<int64_t>(1, 32 / slots) * kHeadsPerLane;
-  const int64_t pieces = (num_heads + heads_per_piece - 1) / heads_per_piece;
-  const auto blocks = static_cast<unsigned>(blocks_for(p.num_tokens * pieces, kWarps, kMostBlocks));
+  heads.cut(p.head_dim * static_cast<int64_t>(sizeof(T)), p.num_tokens,
+            int64_t{device_numbers().num_multiprocessors} * kWarpsWanted);
+  const dim3 blocks(static_cast<unsigned>((p.num_tokens + kWarps - 1) / kWarps), static_cast<unsigned>(heads.pieces));
   AccessWidth angles;
   angles.address(p.cos_sin).distance(p.cos_sin_stride * 4).distance(p.rotary_dim / 2 * 4);
   const bool wide_angles = angles.widest() == 16;
   if (p.interleaved) {
-    rotary_vectors_kernel<T, kWidth, true><<<blocks, kThreads, 0, stream_of(stream)>>>(p, flag, pieces, wide_angles);
+    launch_early(rotary_vectors_kernel<T, kWidth, true>, blocks, kThreads, 0, stream, p, heads, flag, wide_angles);
   } else {
-    rotary_vectors_kernel<T, kWidth, false><<<blocks, kThreads, 0, stream_of(stream)>>>(p, flag, pieces, wide_angles);
+    launch_early(rotary_vectors_kernel<T, kWidth, false>, blocks, kThreads, 0, stream, p, heads, flag, wide_angles);
   }
   return launch_status("rotary_embedding: cuda_tokens");
 }

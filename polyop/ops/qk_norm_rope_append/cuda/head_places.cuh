@@ -3,7 +3,6 @@
 
 #include "polyop/cuda/convert.cuh"
 #include "polyop/cuda/kv_cache_rows.cuh"
-#include "polyop/cuda/ragged.cuh"
 #include "polyop/ops/qk_norm_rope_append/qk_norm_rope_append_problem.h"
 
 namespace polyop::cuda {
@@ -17,21 +16,16 @@ struct Flags {
 
 /// What the heads of one token need beside their data.
 struct TokenPlace {
-  bool has_slot = false;
+  TokenOwner owner;
   int64_t position = 0;  // row of cos_sin, in range
-  int64_t sequence = 0;
-  int64_t start = 0;  // of the sequence in its cache
-  int64_t index = 0;  // of the token in its sequence
+  bool has_slot = false;
 };
 
 /// All 32 lanes of a warp call it with the same token.
 __device__ inline TokenPlace find_token(const QkNormRopeAppendProblem& p, const Flags& flags, int64_t token) {
-  TokenPlace place;
-  place.sequence = find_sequence(p.append.update_offsets, p.append.num_sequences, token);
-  if (place.sequence < 0) return place;
-  place.index = token - p.append.update_offsets[place.sequence];
-  place.start = p.append.write_position(place.sequence);
-  place.position = p.position(token, place.start + place.index);
+  TokenPlace place = {.owner = find_owner(p.append, token)};
+  if (place.owner.sequence < 0) return place;
+  place.position = p.position(token, int64_t{place.owner.start} + place.owner.index);
   if (p.rotary.position_ids != nullptr && place.position == QkNormRopeAppendProblem::kNoSlot) return place;
   if (place.position < 0 || place.position >= p.rotary.num_positions) {
     raise_flag(p.rotary.position_ids != nullptr ? flags.position_ids : flags.cache.positions);
@@ -46,14 +40,16 @@ enum class HeadKind : int { kQuery, kKey, kValue };
 /// One of the Hq + 2 Hkv heads of a token.
 struct Head {
   HeadKind kind = HeadKind::kQuery;
-  int64_t index = 0;  // among its kind
+  int32_t index = 0;  // among its kind
 };
 
-__device__ inline Head head_of(const QkNormRopeAppendProblem& p, int64_t head) {
-  if (head < p.num_query_heads) return {HeadKind::kQuery, head};
-  head -= p.num_query_heads;
-  if (head < p.append.num_kv_heads) return {HeadKind::kKey, head};
-  return {HeadKind::kValue, head - p.append.num_kv_heads};
+__device__ inline Head head_of(const QkNormRopeAppendProblem& p, int32_t head) {
+  const auto num_query_heads = static_cast<int32_t>(p.num_query_heads);
+  const auto num_kv_heads = static_cast<int32_t>(p.append.num_kv_heads);
+  if (head < num_query_heads) return {HeadKind::kQuery, head};
+  head -= num_query_heads;
+  if (head < num_kv_heads) return {HeadKind::kKey, head};
+  return {HeadKind::kValue, head - num_kv_heads};
 }
 
 template <class T>
@@ -102,7 +98,7 @@ __device__ float weight_at(const HeadNorm& norm, int64_t channel) {
 }
 
 __device__ inline float norm_factor(float sum_of_squares, int64_t head_dim, float epsilon) {
-  return __frcp_rn(__fsqrt_rn(__fadd_rn(__fdiv_rn(sum_of_squares, static_cast<float>(head_dim)), epsilon)));
+  return __frsqrt_rn(fmaf(sum_of_squares, __frcp_rn(static_cast<float>(head_dim)), epsilon));
 }
 
 /// Sum over neighbouring lanes, `lanes` a power of two; every lane of the warp takes part.
