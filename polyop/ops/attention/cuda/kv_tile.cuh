@@ -12,6 +12,8 @@
 
 namespace polyop::cuda {
 
+inline constexpr int kKeysPerTile = 16;  // M of the matrix instruction
+
 template <class Kv>
 inline constexpr bool kIsByte = sizeof(Kv) == 1;
 

@@ -38,7 +38,6 @@ HostPlan make_plan(const AttentionProblem& p, const SplitResources& resources) {
   plan.rows_per_tile = p.head_dim <= kWidestHeadDim ? kWideRows : plan.narrow_rows;
   plan.target_items = resources.num_blocks;
   plan.wide_target_items = device_numbers().num_multiprocessors;
-  plan.num_stages = resources.num_stages;
   plan.row_bytes = p.k.row_stride * dtype_bytes(p.k.dtype);
   if (p.kv_form == AttentionKvForm::kPaged) {
     plan.page_bytes = p.k.outer_stride * dtype_bytes(p.k.dtype);

@@ -57,8 +57,7 @@ inline constexpr int kMostGroups = kHeadDim <= 128 ? 2 : 1;
 
 /// What a launch needs of the device.
 struct SplitResources {
-  int num_blocks = 0;  // that the device holds at a time; 0: not one
-  int num_stages = 0;
+  int num_blocks = 0;    // that the device holds at a time; 0: not one
   int shared_bytes = 0;  // of a block
 };
 
@@ -70,11 +69,9 @@ SplitResources split_resources() {
   for (int blocks = kBlocksPerMultiprocessor<kHeadDim>; blocks > 0; --blocks) {
     const int bytes =
         std::min(device.shared_bytes_per_block, device.shared_bytes_per_multiprocessor / blocks - kReservedBytes);
-    const int stages = std::min((bytes - Shared::kFixedBytes) / Shared::kStageBytes, kMostStages);
-    if (stages < 2) continue;
-    return {.num_blocks = blocks * device.num_multiprocessors,
-            .num_stages = stages,
-            .shared_bytes = Shared::kFixedBytes + stages * Shared::kStageBytes};
+    constexpr int kBytes = Shared::kFixedBytes + kNumStages * Shared::kStageBytes;
+    if (kBytes > bytes) continue;
+    return {.num_blocks = blocks * device.num_multiprocessors, .shared_bytes = kBytes};
   }
   return {};
 }
@@ -147,7 +144,7 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksPerMultiprocessor<kHeadD
   extern __shared__ __align__(128) char shared[];
   using Layout = SplitShared<Kv, kHeadDim>;
   const SplitBlock<Kv, kHeadDim> block{
-      .call = {p, plan, flags, scratch},
+      .call = {{p, flags, plan.group_size}, plan, scratch},
       .queue = reinterpret_cast<WorkQueue*>(shared + Layout::kIsLastBytes),
       .joining = reinterpret_cast<NarrowShared<kHeadDim>*>(shared + Layout::kIsLastBytes + Layout::kQueueBytes),
       .is_last = reinterpret_cast<int*>(shared),
@@ -177,7 +174,7 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksPerMultiprocessor<kHeadD
     }
   }
   copy_async_wait_all();
-  clear_rows_of_nobody<kHeadDim>(block.call);
+  block.call.clear_rows_of_nobody(kWarps);
 }
 
 /// Launches a kernel of one type and head size: that for sequences of the kind of `main`, which takes all others, too,

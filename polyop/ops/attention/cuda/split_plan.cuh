@@ -5,18 +5,20 @@
 #include <cstdint>
 
 #include "polyop/cuda/workspace.h"
+#include "polyop/ops/attention/cuda/item_shares.cuh"
+#include "polyop/ops/attention/cuda/kv_tile.cuh"
 #include "polyop/ops/attention/cuda/sequence_geometry.cuh"
 
 namespace polyop::cuda {
 
-inline constexpr int kWarps = 4;         // of a block
-inline constexpr int kKeysPerTile = 16;  // keys that one warp copies at a time: M of the matrix instruction
+inline constexpr int kWarps = 4;  // of a block
 inline constexpr int kKeysPerRound = kWarps * kKeysPerTile;
 inline constexpr int kRowsPerWarp = 16;  // of a wide tile
 inline constexpr int kLeastTileRows = 8;
 inline constexpr int kLeastChunk = 256;  // keys; below, joining the parts costs more than the parallelism gives
 
-inline constexpr int kMostStages = 4;
+/// Of the ring. More copies on their way bring no more bandwidth, and every other access to memory waits behind them.
+inline constexpr int kNumStages = 2;
 
 /// Sequences of up to eight and up to sixteen rows (query row x head of one kv head), and of more.
 enum class RowKind : uint8_t { kEight, kSixteen, kWide };
@@ -28,17 +30,14 @@ struct SplitPlan {
   int32_t rows_per_tile = 64;  // of a sequence with more than narrow_rows rows; narrow_rows: there are no wide tiles
   int32_t target_items = 264;  // row tiles x kv heads x chunks of one sequence that fill the device
   int32_t wide_target_items = 132;  // of wide tiles, whose parts are large
-  int32_t num_stages = 2;
-  int64_t row_bytes = 0;        // between rows of k, and of v
-  int64_t page_bytes = 0;       // between pages
-  uint32_t page_size = 0;       // R; 0: k and v are not paged
-  uint32_t num_pages = 0;       // P
-  int32_t page_shift = -1;      // of a page size that is a power of two
-  bool tiles_are_dense = true;  // sixteen keys from a multiple of sixteen on lie at equal distances
-  bool splits_wide = true;      // false: sequences of wide tiles are one chunk
+  int64_t row_bytes = 0;            // between rows of k, and of v
+  int64_t page_bytes = 0;           // between pages
+  uint32_t page_size = 0;           // R; 0: k and v are not paged
+  uint32_t num_pages = 0;           // P
+  int32_t page_shift = -1;          // of a page size that is a power of two
+  bool tiles_are_dense = true;      // sixteen keys from a multiple of sixteen on lie at equal distances
+  bool splits_wide = true;          // false: sequences of wide tiles are one chunk
 };
-
-__host__ __device__ inline int32_t divide_up(int32_t a, int32_t b) { return (a + b - 1) / b; }
 
 /// Keys of one chunk of a sequence with `num_tiles` row tiles.
 __host__ __device__ inline int32_t chunk_keys(const SplitPlan& plan, int32_t num_kv_heads, int32_t num_tiles,
@@ -111,90 +110,9 @@ struct SplitWork {
   SplitSegment segment;
 };
 
-/// The items of all sequences, in their order, are shared out: equal counts, the first blocks one more.
-struct ItemShares {
-  int32_t base = 0;
-  int32_t extra = 0;
-
-  [[nodiscard]] __device__ int32_t start(int32_t block) const { return block * base + min(block, extra); }
-  [[nodiscard]] __device__ int32_t count(int32_t block) const { return base + (block < extra ? 1 : 0); }
-  [[nodiscard]] __device__ int32_t block_of(int32_t item) const {
-    const int32_t larger = extra * (base + 1);  // items of the first blocks
-    return item < larger ? item / (base + 1) : extra + (item - larger) / base;
-  }
-};
-
-/// Where a block's share begins.
-struct BlockShare {
-  ItemShares all;
-  int32_t sequence = 0;
-  int32_t local = 0;                      // item of the sequence
-  int32_t most_rows = 0;                  // of a sequence of the batch, in rows x G
-  int32_t least_rows = int32_t{1} << 30;  // of those that have any
-};
-
-/// A whole warp computes it. `kept` holds numbers of items from the first pass over the sequences to the second.
-__device__ inline BlockShare find_share(const AttentionProblem& p, const SplitPlan& plan, const AttentionFlags& flags,
-                                        int32_t* kept, int32_t most_kept) {
-  const int lane = threadIdx.x % 32;
-  const auto num_sequences = static_cast<int32_t>(p.num_sequences);
-  const auto blocks = static_cast<int32_t>(gridDim.x);
-  const auto block = static_cast<int32_t>(blockIdx.x);
-  BlockShare share;
-  int32_t total = 0;
-  int32_t before = 0;  // items of the sequences before `first`
-  for (int pass = 0; pass < 2; ++pass) {
-    const int32_t start = share.all.start(block);
-    for (int32_t first = 0; first < num_sequences; first += 32) {
-      const int32_t sequence = first + lane;
-      int32_t own = 0;
-      if (sequence < num_sequences) {
-        if (pass == 1 && sequence < most_kept) {
-          own = kept[sequence];
-        } else {
-          const SequenceItems items = read_items(p, plan, sequence, flags);
-          own = items.count;
-          share.most_rows = max(share.most_rows, items.num_rows);
-          if (items.num_rows > 0) share.least_rows = min(share.least_rows, items.num_rows);
-          if (sequence < most_kept) kept[sequence] = own;
-        }
-      }
-      if (pass == 0) {
-        total += own;
-        continue;
-      }
-      int32_t sum = own;
-#pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        const int32_t other = __shfl_up_sync(0xffffffffu, sum, step);
-        if (lane >= step) sum += other;
-      }
-      const uint32_t reached = __ballot_sync(0xffffffffu, before + sum > start);
-      if (reached != 0) {
-        const int at = __ffs(static_cast<int>(reached)) - 1;
-        share.sequence = first + at;
-        share.local = start - before - __shfl_sync(0xffffffffu, sum - own, at);
-        return share;
-      }
-      before += __shfl_sync(0xffffffffu, sum, 31);
-    }
-    if (pass == 1) break;
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) {
-      total += __shfl_xor_sync(0xffffffffu, total, step);
-      share.most_rows = max(share.most_rows, __shfl_xor_sync(0xffffffffu, share.most_rows, step));
-      share.least_rows = min(share.least_rows, __shfl_xor_sync(0xffffffffu, share.least_rows, step));
-    }
-    share.all.base = total / blocks;
-    share.all.extra = total - share.all.base * blocks;
-    if (share.all.count(block) == 0) return share;
-  }
-  return share;
-}
-
 /// The block's segments in their order, in shared memory: one thread finds them some time before they are used.
 struct WorkQueue {
-  static constexpr int kSlots = 16;  // the ring is at most kMostStages rounds ahead
+  static constexpr int kSlots = 16;  // the ring is kNumStages rounds ahead
 
   SplitWork slots[kSlots];
   ItemShares shares;
@@ -248,7 +166,7 @@ struct WorkQueue {
   __device__ void look_ahead(const AttentionProblem& p, const SplitPlan& plan, const AttentionFlags& flags,
                              int32_t index) {
     if (index < found) rounds_ahead -= at(index).segment.num_rounds();
-    while (left > 0 && rounds_ahead <= plan.num_stages) {
+    while (left > 0 && rounds_ahead <= kNumStages) {
       find_next(p, plan, flags);
       if (found - 1 > index) rounds_ahead += at(found - 1).segment.num_rounds();
     }
@@ -257,7 +175,8 @@ struct WorkQueue {
   /// Called by the first warp; the others see the queue after a barrier.
   __device__ void start(const AttentionProblem& p, const SplitPlan& plan, const AttentionFlags& flags, int32_t* kept,
                         int32_t most_kept) {
-    const BlockShare share = find_share(p, plan, flags, kept, most_kept);
+    const auto read = [&](int32_t sequence) { return read_items(p, plan, sequence, flags); };
+    const BlockShare share = find_share(static_cast<int32_t>(p.num_sequences), read, kept, most_kept);
     if (threadIdx.x != 0) return;
     SequenceItems& before = slots[kSlots - 1].sequence;  // find_next begins with the one that follows it
     before.geometry.sequence = share.sequence - 1;

@@ -47,7 +47,7 @@ class SplitRing {
 
   /// Where the loop over a segment's rounds begins: below 0 while the ring is empty, to fill it.
   [[nodiscard]] __device__ int first_round() {
-    const int first = at_.is_empty ? -plan_.num_stages : 0;
+    const int first = at_.is_empty ? -kNumStages : 0;
     at_.is_empty = false;
     return first;
   }
@@ -58,16 +58,7 @@ class SplitRing {
   }
 
   /// Returns when this thread's copies of the next round have arrived.
-  __device__ void wait() const {
-    if (plan_.num_stages == 2) {
-      copy_async_wait<1>();
-    } else if (plan_.num_stages == 3) {
-      copy_async_wait<2>();
-    } else {
-      static_assert(kMostStages == 4);
-      copy_async_wait<3>();
-    }
-  }
+  __device__ void wait() const { copy_async_wait<kNumStages - 1>(); }
 
   /// Copies the next round that is not yet on its way, into the stage just multiplied unless the ring is being filled.
   __device__ void copy_next(bool has_multiplied) {
@@ -100,7 +91,7 @@ class SplitRing {
   }
 
  private:
-  [[nodiscard]] __device__ int next_stage(int stage) const { return stage + 1 == plan_.num_stages ? 0 : stage + 1; }
+  [[nodiscard]] __device__ int next_stage(int stage) const { return stage + 1 == kNumStages ? 0 : stage + 1; }
 
   __device__ void open_segment() {
     const SplitWork& work = queue_.at(at_.segment);

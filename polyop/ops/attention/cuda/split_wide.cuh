@@ -212,9 +212,10 @@ class WideRows {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (row_[half] >= s_.num_rows) continue;
-      const float factor = call_.finish_row(s_, segment_.kv_head, row_[half], sum_[half], threadIdx.x % 4 == 0);
+      const float factor =
+          call_.finish_row(s_.geometry, segment_.kv_head, row_[half], sum_[half], threadIdx.x % 4 == 0);
       const bool is_empty = sum_[half].is_empty();
-      const int64_t offset = call_.out_offset(s_, segment_.kv_head, row_[half]);
+      const int64_t offset = call_.out_offset(s_.geometry, segment_.kv_head, row_[half]);
 #pragma unroll
       for (int tile = 0; tile < kOutTiles; ++tile) {
 #pragma unroll
@@ -270,8 +271,8 @@ class WideRows {
                           join_sums(total[group].z, value.z, factors), join_sums(total[group].w, value.w, factors)};
         }
       }
-      const float factor = call_.finish_row(s_, segment_.kv_head, row, sum, lane == 0);
-      const int64_t offset = call_.out_offset(s_, segment_.kv_head, row);
+      const float factor = call_.finish_row(s_.geometry, segment_.kv_head, row, sum, lane == 0);
+      const int64_t offset = call_.out_offset(s_.geometry, segment_.kv_head, row);
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
         const int channel = (group * 32 + lane) * 4;

@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
   using Control = WgmmaControl<kHeadDim>;
   __shared__ __align__(alignof(Control)) char control_bytes[sizeof(Control)];
   Control& control = *reinterpret_cast<Control*>(control_bytes);
-  const SplitCall call{p, plan, flags, scratch};
+  const SplitCall call{{p, flags, plan.group_size}, plan, scratch};
   const uint32_t queries = shared_address(wgmma_shared);
   WgmmaRing<kHeadDim> ring{.tiles = queries + Shared::kQueryBytes, .barriers = shared_address(control.barriers)};
   const int group = static_cast<int>(threadIdx.x) / kGroupThreads - 1;  // -1: copies
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
       copier.copy_segment(walk);
     }
     copy_async_wait_all();
-    clear_rows_of_nobody<kHeadDim>(call);
+    call.clear_rows_of_nobody(kWarps);
   } else {
     take_registers<kRowsRegisters>();
     WgmmaWalk& walk = control.walks[group];

@@ -151,9 +151,9 @@ class WgmmaSums {
     for (int half = 0; half < 2; ++half) {
       const int32_t at = row(half);
       if (at >= s().num_rows) continue;
-      const float factor = call_.finish_row(s(), segment().kv_head, at, sum_[half], thread() % 4 == 0);
+      const float factor = call_.finish_row(s().geometry, segment().kv_head, at, sum_[half], thread() % 4 == 0);
       const bool is_empty = sum_[half].is_empty();
-      const int64_t offset = call_.out_offset(s(), segment().kv_head, at) + 2 * (thread() % 4);
+      const int64_t offset = call_.out_offset(s().geometry, segment().kv_head, at) + 2 * (thread() % 4);
 #pragma unroll
       for (int i = 0; i < kHeadDim / 8; ++i) {
         const float low = is_empty ? 0.0f : out_[4 * i + 2 * half] * factor;
