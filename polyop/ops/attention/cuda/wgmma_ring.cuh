@@ -64,7 +64,7 @@ class WgmmaCopier {
   using Tile = typename Ring::Tile;
 
   __device__ WgmmaCopier(const SplitCall& call, Ring ring)
-      : call_(call), keys_(ring), values_(ring), is_dense_(call.plan.page_size % 32 == 0) {
+      : call_(call), keys_(ring), values_(ring), is_dense_(call.plan.page_size % kRunRows == 0) {
     const uint32_t lane = threadIdx.x % 32;
 #pragma unroll
     for (int step = 0; step < kPeriod; ++step) {
@@ -136,10 +136,15 @@ class WgmmaCopier {
     const char* own = base + lane % Tile::kRowUnits * 16;
     const int own_row = lane / Tile::kRowUnits;
     if (all_valid && is_dense_) {
-      const char* from = own + __shfl_sync(0xffffffffu, row_offset, 0) + own_row * call_.plan.row_bytes;
       const int64_t distance = kRowsPerStep * call_.plan.row_bytes;
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step, from += distance) copy_async_16(tile + to(step), from, true);
+      for (int step = 0; step < kSteps;) {
+        const char* from =
+            own + __shfl_sync(0xffffffffu, row_offset, step * kRowsPerStep) + own_row * call_.plan.row_bytes;
+#pragma unroll
+        for (int in_run = 0; in_run < kRunRows / kRowsPerStep; ++in_run, ++step, from += distance)
+          copy_async_16(tile + to(step), from, true);
+      }
     } else if (all_valid) {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
@@ -158,6 +163,7 @@ class WgmmaCopier {
   /// Where the lane's unit of a step goes; the swizzle repeats every eight rows.
   [[nodiscard]] __device__ uint32_t to(int step) const { return to_[step % kPeriod] + step / kPeriod * 8 * 128; }
 
+  static constexpr int kRunRows = 16;  // a size of pages that is common; copies of a run need one address
   static constexpr int kRowsPerStep = 32 / Tile::kRowUnits;
   static constexpr int kSteps = 32 / kRowsPerStep;  // of a warp
   static constexpr int kPeriod = 8 / kRowsPerStep;
@@ -165,7 +171,7 @@ class WgmmaCopier {
   const SplitCall& call_;
   Ring keys_;
   Ring values_;
-  const bool is_dense_;  // 32 keys from a multiple of 32 on lie at equal distances
+  const bool is_dense_;  // kRunRows keys from a multiple of kRunRows on lie at equal distances
   uint32_t to_[kPeriod];
 };
 

@@ -6,6 +6,7 @@
 #include "polyop/ops/attention/cuda/wgmma_ptx.cuh"
 #include "polyop/ops/attention/cuda/wgmma_ring.cuh"
 #include "polyop/ops/attention/cuda/wgmma_sums.cuh"
+#include "polyop/ops/attention/cuda/wgmma_visibility.cuh"
 
 namespace polyop::cuda {
 
@@ -52,14 +53,16 @@ class WgmmaRows : WgmmaSums<T, kHeadDim> {
   static constexpr int kWeightSteps = kWgmmaTileKeys / 16;
 
   __device__ WgmmaRows(const SplitCall& call, const WgmmaWalk& walk, const Memory& memory, int group, int32_t lanes)
-      : Sums(call, walk, group, lanes, memory.is_last), memory_(memory), turns_(group) {
+      : Sums(call, walk, group, lanes, memory.is_last),
+        memory_(memory),
+        turns_(group),
+        visibility_(call, walk, row(0)) {
     const AttentionProblem& p = call_.p;
     const float k_scale =
         p.k_scale.data == nullptr ? 1.0f : __ldg(p.k_scale.data + segment().kv_head * p.k_scale.head_stride);
     const float scale = p.scale * k_scale * kLog2E;
     is_negative_ = scale < 0.0f;
     scale_ = fmaxf(fabsf(scale), 1e-35f);  // times the -inf of a hidden key it must not be NaN
-    find_ranges();
     load_queries();
   }
 
@@ -83,46 +86,16 @@ class WgmmaRows : WgmmaSums<T, kHeadDim> {
       }
     }
     if (first < end) attend(ring, first, end);
-    if (at.chunk_end - at.chunk_begin == s().num_chunks) {
-      store_results();
-      return;
-    }
-    if (at.chunk_begin == 0) store_part(part_of(static_cast<int32_t>(blockIdx.x), call_.scratch.most_leading), sum_);
-    if (count_chunks()) {
+    if (at.chunk_end - at.chunk_begin < s().num_chunks) {
+      if (at.chunk_begin == 0) store_part(part_of(static_cast<int32_t>(blockIdx.x), call_.scratch.most_leading), sum_);
+      if (!count_chunks()) return;
       gather_parts();
-      store_results();
     }
+    store_results();
   }
 
  private:
   // ---- rows ---------------------------------------------------------------------------------------------------------
-
-  /// Visible keys of the lane's rows, and those that all rows of the warp see. Rows that do not attend see all: what
-  /// they gather is dropped.
-  __device__ void find_ranges() {
-    common_begin_ = 0;
-    common_end_ = INT32_MAX;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      begin_[half] = 0;
-      end_[half] = INT32_MAX;
-      const int32_t query_row = row(half) / call_.plan.group_size;
-      attends_[half] = query_row < s().geometry.query_rows;
-      if (!attends_[half]) continue;
-      const KeyRange visible = s().geometry.visible(call_.p, query_row);
-      begin_[half] = visible.begin;
-      end_[half] = visible.end;
-      common_begin_ = max(common_begin_, visible.begin);
-      common_end_ = min(common_end_, visible.end);
-      if (call_.p.tree_mask.words != nullptr)
-        common_end_ = min(common_end_, s().geometry.kv_length - s().geometry.allotted);
-    }
-#pragma unroll
-    for (int step = 4; step < 32; step *= 2) {
-      common_begin_ = max(common_begin_, __shfl_xor_sync(0xffffffffu, common_begin_, step));
-      common_end_ = min(common_end_, __shfl_xor_sync(0xffffffffu, common_end_, step));
-    }
-  }
 
   /// q into shared memory; rows that do not attend are zeros.
   __device__ void load_queries() {
@@ -268,7 +241,7 @@ class WgmmaRows : WgmmaSums<T, kHeadDim> {
       done[half].denominator += __shfl_xor_sync(0xffffffffu, done[half].denominator, 1);
       done[half].denominator += __shfl_xor_sync(0xffffffffu, done[half].denominator, 2);
       if (limit_[half] == -INFINITY) done[half].reference = -INFINITY;
-      if (!attends_[half]) done[half] = {};
+      if (!visibility_.attends(half)) done[half] = {};
     }
   }
 
@@ -348,7 +321,7 @@ class WgmmaRows : WgmmaSums<T, kHeadDim> {
 #pragma unroll
       for (int i = 0; i < 64; ++i) score_[i] = -score_[i];
     }
-    if (key < common_begin_ || key + kWgmmaTileKeys > common_end_) hide_keys(key);
+    visibility_.hide(key, score_);
     float largest[2] = {score_[0], score_[2]};
 #pragma unroll
     for (int i = 0; i < 64; ++i) largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], score_[i]);
@@ -390,55 +363,9 @@ class WgmmaRows : WgmmaSums<T, kHeadDim> {
     for (int i = 0; i < 32; ++i) weights_[i / 4][i % 4] = narrow_pair<T>(score_[2 * i], score_[2 * i + 1]);
   }
 
-  __device__ void hide_keys(int32_t key) {
-    const int32_t own = key + 2 * (thread() % 4);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int32_t begin = begin_[half] - own;
-      const int32_t end = end_[half] - own;
-#pragma unroll
-      for (int i = 0; i < 32; ++i) {
-        const int32_t at = i / 2 * 8 + i % 2;
-        if (at < begin || at >= end) score_[i / 2 * 4 + half * 2 + i % 2] = -INFINITY;
-      }
-    }
-    const SequenceGeometry& g = s().geometry;
-    if (call_.p.tree_mask.words != nullptr && key + kWgmmaTileKeys > g.kv_length - g.allotted) hide_branches(key);
-  }
-
-  /// Keys that the tree bits hide.
-  __device__ void hide_branches(int32_t key) {
-    const AttentionProblem& p = call_.p;
-    const SequenceGeometry& g = s().geometry;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (!attends_[half]) continue;
-      const int64_t global_row = int64_t{g.row_begin} + row(half) / call_.plan.group_size;
-      const int32_t* words = p.tree_mask.words + global_row * p.tree_mask.row_stride;
-      const int32_t last_word = (g.allotted - 1) / 32;
-      const auto word = [&](int32_t index) {  // keys before the tree are visible, those behind it are not there
-        return index < 0 ? ~0u : index > last_word ? 0u : static_cast<uint32_t>(__ldg(words + index));
-      };
-#pragma unroll
-      for (int span = 0; span < kWgmmaTileKeys / 32; ++span) {
-        const int32_t column = key + span * 32 - (g.kv_length - g.allotted);
-        const uint32_t bits =
-            __funnelshift_r(word(column >> 5), word((column >> 5) + 1), column & 31) >> 2 * (thread() % 4);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          if ((bits >> (i / 2 * 8 + i % 2) & 1u) == 0) score_[(span * 4 + i / 2) * 4 + half * 2 + i % 2] = -INFINITY;
-        }
-      }
-    }
-  }
-
   const Memory& memory_;
   const WarpgroupTurns turns_;
-  bool attends_[2];
-  int32_t begin_[2];  // visible keys
-  int32_t end_[2];
-  int32_t common_begin_;
-  int32_t common_end_;
+  const WgmmaVisibility visibility_;
   float scale_;  // of the scores, to base 2
   bool is_negative_;
   RowSum total_sum_[2];  // of the chunks in memory_.total

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "polyop/cuda/vectors.cuh"
 #include "polyop/ops/attention/cuda/split_parts.cuh"
 #include "polyop/ops/attention/cuda/wgmma_plan.cuh"
 #include "polyop/ops/attention/cuda/wgmma_ptx.cuh"
@@ -147,23 +148,24 @@ class WgmmaSums {
   }
 
   __device__ void store_results() const {
+    const bool is_f8 = call_.p.out.dtype == DType::kF8E4M3;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int32_t at = row(half);
       if (at >= s().num_rows) continue;
       const float factor = call_.finish_row(s().geometry, segment().kv_head, at, sum_[half], thread() % 4 == 0);
       const bool is_empty = sum_[half].is_empty();
+      const auto value = [&](int i) { return is_empty ? 0.0f : out_[i + 2 * half] * factor; };
       const int64_t offset = call_.out_offset(s().geometry, segment().kv_head, at) + 2 * (thread() % 4);
+      if (is_f8) {
+        auto* out = reinterpret_cast<Vector<Fp8, 2>*>(static_cast<Fp8*>(call_.p.out.data) + offset);
 #pragma unroll
-      for (int i = 0; i < kHeadDim / 8; ++i) {
-        const float low = is_empty ? 0.0f : out_[4 * i + 2 * half] * factor;
-        const float high = is_empty ? 0.0f : out_[4 * i + 2 * half + 1] * factor;
-        if (call_.p.out.dtype == DType::kF8E4M3) {
-          const float values[2] = {low, high};
-          call_.store_out(offset + i * 8, values);
-        } else {
-          *reinterpret_cast<uint32_t*>(static_cast<T*>(call_.p.out.data) + offset + i * 8) = narrow_pair<T>(low, high);
-        }
+        for (int i = 0; i < kQuads; ++i)
+          out[i * 4] = {from_float<Fp8>(value(4 * i)), from_float<Fp8>(value(4 * i + 1))};
+      } else {
+        auto* out = reinterpret_cast<uint32_t*>(static_cast<T*>(call_.p.out.data) + offset);
+#pragma unroll
+        for (int i = 0; i < kQuads; ++i) out[i * 4] = narrow_pair<T>(value(4 * i), value(4 * i + 1));
       }
     }
   }
