@@ -16,6 +16,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 #include "polyop/core/dtype.h"
 
@@ -144,6 +145,10 @@ struct AttentionProblem {
   AttentionWindowEnd window_end = AttentionWindowEnd::kOwnPosition;
   AttentionMask mask;
   AttentionTreeMask tree_mask;
+  // What mask and tree bits cover of a packed sequence. Hosts check it where they see lengths; on a device a sequence
+  // with more rows or keys is left out, as one with offsets outside the memory is.
+  int64_t most_rows = std::numeric_limits<int64_t>::max();
+  int64_t most_keys = std::numeric_limits<int64_t>::max();
 
   // ---- weights
   float scale = 1.0f;

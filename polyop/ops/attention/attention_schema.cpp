@@ -277,6 +277,7 @@ Status make_problem(const BoundCall& call, AttentionProblem* problem) {
   p.mask = dense_mask(given(call, kMask));
   if (const TensorView* tree = given(call, kTreeMask)) {
     p.tree_mask = {.words = static_cast<const int32_t*>(tree->data), .row_stride = tree->strides[0]};
+    p.most_rows = tree->shape[1] * 32;
   }
   p.scale = static_cast<float>(call.attributes[kScale].real);
   p.sinks = data_of<float>(call, kSinks);

@@ -179,6 +179,30 @@ def test_attention_leaves_out_sequences_whose_offsets_are_outside(kernel, operan
     torch.cuda.synchronize()
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_sequence_of_more_rows_than_tree_bits_is_left_out(kernel):
+    case = AttentionCase([300, 60], [20, 40], tree=True, attributes={"causal": "none"})
+    arguments = on_device(case.make())
+    good = run(arguments, kernel)
+    cuda.check_errors()
+    arguments["tree_mask"] = arguments["tree_mask"][:, :1]  # bits of 32 rows: enough for the first sequence only
+    got = run(arguments, kernel)
+    with pytest.raises(ValueError, match="attention: query_offsets"):
+        cuda.check_errors()
+    assert same_bits(got["out"][:20], good["out"][:20])
+
+
+def test_sequences_longer_than_their_mask_are_left_out():
+    offsets = torch.tensor([0, 3, 8], dtype=torch.int32, device=DEVICE)
+    q = torch.randn(8, 2, 64, device=DEVICE).half()
+    forms = {"query_form": "packed_nhd", "kv_form": "packed_nhd", "query_lengths": offsets, "kv_lengths": offsets}
+    for rows, keys, operand in ((4, 5, "query_offsets"), (5, 4, "kv_offsets")):
+        mask = torch.ones(rows, keys, dtype=torch.bool, device=DEVICE)
+        ops.trt_attention(q, q, q, attn_mask=mask, **forms)
+        with pytest.raises(ValueError, match=f"attention: {operand}"):
+            cuda.check_errors()
+
+
 def test_kv_cache_update_skips_what_does_not_fit():
     cache = torch.full((4, 2, 1, 8), 7.0, device=DEVICE, dtype=torch.float16)
     v_cache = cache.clone()

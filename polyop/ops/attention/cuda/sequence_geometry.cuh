@@ -69,7 +69,7 @@ __device__ inline SequenceGeometry read_geometry(const AttentionProblem& p, int3
   if (p.query_form == AttentionQueryForm::kPacked) {
     const int32_t begin = __ldg(p.query_offsets + sequence);
     const int32_t end = __ldg(p.query_offsets + sequence + 1);
-    if (begin < 0 || end < begin || end > p.num_query_rows) {
+    if (begin < 0 || end < begin || end > p.num_query_rows || end - begin > p.most_rows) {
       raise(flags.query_offsets);
     } else {
       g.row_begin = begin;
@@ -83,7 +83,7 @@ __device__ inline SequenceGeometry read_geometry(const AttentionProblem& p, int3
   if (p.kv_form == AttentionKvForm::kPacked) {
     const int32_t begin = __ldg(p.kv_offsets + sequence);
     const int32_t end = __ldg(p.kv_offsets + sequence + 1);
-    if (begin < 0 || end < begin || end > p.kv_capacity) {
+    if (begin < 0 || end < begin || end > p.kv_capacity || end - begin > p.most_keys) {
       raise(flags.kv_offsets);
     } else {
       g.kv_begin = begin;

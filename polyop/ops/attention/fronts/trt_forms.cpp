@@ -190,6 +190,8 @@ void fill_trt_problem(const BoundCall& call, const TrtOperands& operands, Attent
             .head_stride = stride(2),
             .row_stride = stride(1),
             .key_stride = stride(0)};
+  if (mask_extent(mask, 1) > 1) p.most_rows = mask_extent(mask, 1);
+  if (mask_extent(mask, 0) > 1) p.most_keys = mask_extent(mask, 0);
 }
 
 }  // namespace polyop
