@@ -180,6 +180,23 @@ def test_attention_leaves_out_sequences_whose_offsets_are_outside(kernel, operan
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_call_with_overlapping_sequences_leaves_nothing_behind(kernel, head_dim):
+    """Counters in scratch memory are zero for the next call, whatever the offsets of this one were."""
+    arguments = on_device(AttentionCase([3000] * 5, [40] * 5, head_dim, num_kv_heads=1).make())
+    good = run(arguments, kernel)
+    offsets = arguments["query_offsets"].clone()
+    for bad in ([0, 200, 0, 200, 0, 200], [0, 40, 17, 80, 60, 200]):
+        arguments["query_offsets"].copy_(torch.tensor(bad))
+        run(arguments, kernel)
+        with pytest.raises(ValueError, match="attention: query_offsets"):
+            cuda.check_errors()
+        arguments["query_offsets"].copy_(offsets)
+        again = run(arguments, kernel)
+        assert same_bits(again["out"], good["out"]) and same_bits(again["lse"], good["lse"])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_a_sequence_of_more_rows_than_tree_bits_is_left_out(kernel):
     case = AttentionCase([300, 60], [20, 40], tree=True, attributes={"causal": "none"})
     arguments = on_device(case.make())
