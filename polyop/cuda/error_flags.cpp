@@ -5,6 +5,8 @@
 #include <array>
 #include <mutex>
 
+#include "polyop/cuda/relaxed_capture.h"
+
 namespace polyop::cuda {
 namespace {
 
@@ -32,6 +34,7 @@ ErrorFlag error_flag(std::string_view operand) {
   }
   if (all.marks == nullptr) {
     void* memory = nullptr;
+    const RelaxedCapture relaxed;
     if (cudaHostAlloc(&memory, kMaxFlags * sizeof(int32_t), cudaHostAllocPortable | cudaHostAllocMapped) !=
         cudaSuccess) {
       return nullptr;  // the launch that follows reports the device's error

@@ -14,7 +14,7 @@ namespace polyop::cuda {
 using ErrorFlag = volatile int32_t*;
 
 /// The flag of one operand, made at the first call with this text ("attention: page_table"); the same address for the
-/// life of the process. The first call allocates, so it must not stand inside a stream capture.
+/// life of the process. The first call allocates, which a stream capture allows.
 ErrorFlag error_flag(std::string_view operand);
 
 /// kInvalidArgument that names every operand whose flag was set since the last check, and clears the flags; ok when

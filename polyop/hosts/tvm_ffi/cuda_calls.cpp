@@ -13,6 +13,7 @@
 
 #include "polyop/cuda/error_flags.h"
 #include "polyop/cuda/launch.h"
+#include "polyop/cuda/relaxed_capture.h"
 #include "polyop/cuda/workspace.h"
 #endif
 
@@ -46,18 +47,6 @@ class DeviceGuard {
   bool switched_ = false;
 };
 
-/// Allocation is legal beside a stream capture in this mode; nothing of it becomes part of the graph.
-class RelaxedCapture {
- public:
-  RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  RelaxedCapture(const RelaxedCapture&) = delete;
-  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
-
- private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
-
 /// Scratch memory of every (device, stream) of the process; polyop/cuda/workspace.h says what kernels may expect of it.
 class StreamWorkspaces {
  public:
@@ -72,7 +61,7 @@ class StreamWorkspaces {
  private:
   static Status grow(int64_t bytes, Workspace* held) {
     constexpr int64_t kLeastBytes = int64_t{8} << 20;  // most decode steps: growth is rare after the first call
-    const RelaxedCapture relaxed;
+    const cuda::RelaxedCapture relaxed;
     const int64_t wanted = std::max({bytes, kLeastBytes, 2 * held->bytes});
     void* data = nullptr;
     if (cudaMalloc(&data, static_cast<size_t>(wanted)) != cudaSuccess) {

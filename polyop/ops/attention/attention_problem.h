@@ -145,8 +145,8 @@ struct AttentionProblem {
   AttentionWindowEnd window_end = AttentionWindowEnd::kOwnPosition;
   AttentionMask mask;
   AttentionTreeMask tree_mask;
-  // What mask and tree bits cover of a packed sequence. Hosts check it where they see lengths; on a device a sequence
-  // with more rows or keys is left out, as one with offsets outside the memory is.
+  // What mask and tree bits cover of a packed sequence. Hosts check it where they see lengths; on a device the rows of
+  // a sequence with more rows or keys see nothing.
   int64_t most_rows = std::numeric_limits<int64_t>::max();
   int64_t most_keys = std::numeric_limits<int64_t>::max();
 

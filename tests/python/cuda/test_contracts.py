@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from attention_cases import KERNELS, AttentionCase, outputs_of
@@ -130,6 +133,27 @@ def test_attention_replays_with_other_lengths_and_tables(kernel, rows):
     cuda.check_errors()
 
 
+FIRST_CALL = """
+import torch
+from polyop import cuda, ops
+x = torch.randn(4, 2, 64, device="cuda")
+positions = torch.tensor([0, 1, 2, 9], device="cuda")
+out, graph = torch.zeros_like(x), torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    ops.rotary_embedding(x, None, torch.ones(4, 64, device="cuda"), positions, q_out=out)
+graph.replay()
+try:
+    cuda.check_errors()
+except ValueError as error:
+    print(bool(out[:3].any(1).any(1).all()), error)
+"""
+
+
+def test_the_first_call_of_a_process_may_be_captured():
+    done = subprocess.run([sys.executable, "-c", FIRST_CALL], capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("True rotary_embedding: position_ids"), done.stdout + done.stderr
+
+
 # ---- entries out of range --------------------------------------------------------------------------------------------
 
 
@@ -147,6 +171,12 @@ def test_attention_skips_pages_outside_the_pool_and_names_the_table(kernel, bad,
     cuda.check_errors()  # the flag was cleared
     assert bool(torch.isfinite(got["out"][: 2 * rows].float()).all())
     assert same_bits(got["out"][rows : 2 * rows], good["out"][rows : 2 * rows])
+    spare = next(iter(set(range(arguments["k"].shape[0])) - set(arguments["page_table"].flatten().tolist())))
+    arguments["page_table"][0, 2] = spare
+    for pool in (arguments["k"], arguments["v"]):
+        pool[spare] = 0
+    zeros = run(arguments, kernel)
+    assert same_bits(got["out"], zeros["out"]) and same_bits(got["lse"], zeros["lse"]), "keys of no page are zeros"
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -173,10 +203,11 @@ def test_attention_leaves_out_sequences_whose_offsets_are_outside(kernel, operan
     run(arguments, kernel)
     cuda.check_errors()
     arguments[operand].copy_(torch.tensor(bad))
-    run(arguments, kernel)
+    got = run(arguments, kernel)
     with pytest.raises(ValueError, match=f"attention: {operand}"):
         cuda.check_errors()
-    torch.cuda.synchronize()
+    left_out = slice(None) if operand == "query_offsets" else slice(1, None)
+    assert bool((got["out"][left_out] == 0).all()) and bool((got["lse"][left_out] == float("-inf")).all())
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -186,11 +217,12 @@ def test_a_call_with_overlapping_sequences_leaves_nothing_behind(kernel, head_di
     arguments = on_device(AttentionCase([3000] * 5, [40] * 5, head_dim, num_kv_heads=1).make())
     good = run(arguments, kernel)
     offsets = arguments["query_offsets"].clone()
-    for bad in ([0, 200, 0, 200, 0, 200], [0, 40, 17, 80, 60, 200]):
+    for bad in ([0, 200, 0, 200, 0, 200], [0, 40, 17, 80, 60, 200], [7, 40, 80, 120, 160, 200]):
         arguments["query_offsets"].copy_(torch.tensor(bad))
-        run(arguments, kernel)
+        got = run(arguments, kernel)
         with pytest.raises(ValueError, match="attention: query_offsets"):
             cuda.check_errors()
+        assert bool((got["out"] == 0).all()) and bool((got["lse"] == float("-inf")).all())
         arguments["query_offsets"].copy_(offsets)
         again = run(arguments, kernel)
         assert same_bits(again["out"], good["out"]) and same_bits(again["lse"], good["lse"])
@@ -207,6 +239,7 @@ def test_a_sequence_of_more_rows_than_tree_bits_is_left_out(kernel):
     with pytest.raises(ValueError, match="attention: query_offsets"):
         cuda.check_errors()
     assert same_bits(got["out"][:20], good["out"][:20])
+    assert bool((got["out"][20:] == 0).all()) and bool((got["lse"][20:] == float("-inf")).all())
 
 
 def test_sequences_longer_than_their_mask_are_left_out():
@@ -233,6 +266,18 @@ def test_kv_cache_update_skips_what_does_not_fit():
     expected = torch.full_like(cache, 7.0)
     expected[0, 1] = 1.0
     assert torch.equal(cache, expected) and torch.equal(v_cache, expected)
+
+
+@pytest.mark.parametrize("operator", ["kv_cache_update", "qk_norm_rope_append"])
+@pytest.mark.parametrize(("index", "bad"), [(0, 1), (0, -1), (1, 1 << 30), (2, 80), (5, 205), (5, -(1 << 31))])
+def test_update_offsets_that_are_no_cut_of_the_tokens_are_named(operator, index, bad):
+    """They should be 0, 90, 90, 91, 201, 204."""
+    for example in EXAMPLES[operator]().values():
+        arguments = on_device(example)
+        arguments["update_offsets"][index] = bad
+        getattr(ops, operator)(**arguments)
+        with pytest.raises(ValueError, match=f"{operator}: update_offsets"):
+            cuda.check_errors()
 
 
 def test_rotary_embedding_leaves_tokens_with_foreign_positions():
@@ -263,6 +308,28 @@ def test_offsets_past_two_to_the_31_elements():
     lengths = torch.tensor([2], dtype=torch.int32, device=DEVICE)
     out = ops.attention(k, pool[0], pool[1], query_offsets=offsets, kv_lengths=lengths, **common)
     assert torch.allclose(out[0].float(), stored[0].float() / 32, atol=2e-3)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("causal", ["lower_right", "none"])
+def test_lengths_near_two_to_the_31(kernel, causal):
+    """All keys lie in one page, so that a length may be any multiple of it."""
+    page_size, width, rows = 1024, 2**21 - 1, 2048
+    arguments = {
+        "q": torch.randn(rows, 1, 64, device=DEVICE).half(),
+        "k": torch.randn(1, page_size, 1, 64, device=DEVICE).half(),
+        "v": torch.randn(1, page_size, 1, 64, device=DEVICE).half(),
+        "query_offsets": torch.tensor([0, rows], dtype=torch.int32, device=DEVICE),
+        "page_table": torch.zeros(1, width, dtype=torch.int32, device=DEVICE),
+        "window": 3, "causal": causal, "return_lse": True,
+    }  # fmt: skip
+    got = []
+    for length in (4 * page_size, width * page_size):
+        arguments["kv_lengths"] = torch.tensor([length], dtype=torch.int32, device=DEVICE)
+        got.append(run(arguments, kernel))
+        cuda.check_errors()
+    assert torch.allclose(got[0]["out"].float(), got[1]["out"].float(), atol=2e-3)
+    assert torch.allclose(got[0]["lse"], got[1]["lse"], atol=1e-4)
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

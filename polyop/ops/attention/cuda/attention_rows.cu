@@ -5,7 +5,7 @@
 // Memory    k read twice and v once for each query head and row, mostly from cache; no scratch
 // Roofline  none: the kernel of last resort, bound by issue (about 2 D / 32 + 20 instructions a key and warp)
 // Numerics  f32 sums in a fixed order that depends on the row alone; natural exponent; no visible key: out 0, lse -inf
-// Limits    D <= kMostHeadDim; out-of-range lengths are clamped, keys on pages outside the pool hidden, both flagged
+// Limits    D <= kMostHeadDim; out-of-range lengths are clamped, keys on pages outside the pool zeros, both flagged
 #include <cuda_runtime.h>
 
 #include <string>
@@ -62,10 +62,11 @@ struct RowRun {
       }
     }
     const int64_t offset = key_offset(p, p.k, geometry, key, flags.page_table);
-    if (offset < 0) return -INFINITY;
-    const Kv* k = static_cast<const Kv*>(p.k.data) + offset + kv_head * p.k.head_stride;
+    const Kv* k = static_cast<const Kv*>(p.k.data) + max(offset, int64_t{0}) + kv_head * p.k.head_stride;
     float dot = 0.0f;
-    for (int d = threadIdx.x % 32; d < p.head_dim; d += 32) dot = fmaf(q[d], to_float(k[d]), dot);
+    for (int d = threadIdx.x % 32; d < p.head_dim; d += 32) {
+      dot = fmaf(q[d], offset < 0 ? 0.0f : to_float(k[d]), dot);
+    }
     const float k_scale = p.k_scale.data == nullptr ? 1.0f : p.k_scale.data[kv_head * p.k_scale.head_stride];
     return warp_sum(dot) * p.scale * k_scale + bias;
   }
@@ -100,8 +101,8 @@ __global__ void __launch_bounds__(kThreads)
   const auto head = static_cast<int32_t>(blockIdx.x - int64_t{row_number} * num_heads);
 
   const bool packed = p.query_form == AttentionQueryForm::kPacked;
-  const int64_t sequence =
-      packed ? find_sequence(p.query_offsets, p.num_sequences, row_number) : row_number / p.padded_query_length;
+  const int64_t sequence = packed ? find_sequence(p.query_offsets, sequences_with_rows(p, flags), row_number)
+                                  : row_number / p.padded_query_length;
   SequenceGeometry geometry;
   if (sequence >= 0) geometry = read_geometry(p, static_cast<int32_t>(sequence), flags);
   const int32_t row = row_number - geometry.row_begin;
@@ -163,8 +164,9 @@ __global__ void __launch_bounds__(kThreads)
         const float score = run.score(key);
         if (score == -INFINITY) continue;
         const float weight = run.rounded(softmax ? __fdiv_rn(expf(score - max), denominator) : score);
-        const Kv* v = static_cast<const Kv*>(p.v.data) + key_offset(p, p.v, geometry, key, flags.page_table) +
-                      run.kv_head * p.v.head_stride;
+        const int64_t offset = key_offset(p, p.v, geometry, key, flags.page_table);
+        if (offset < 0) continue;
+        const Kv* v = static_cast<const Kv*>(p.v.data) + offset + run.kv_head * p.v.head_stride;
 #pragma unroll
         for (int i = 0; i < kChannelsPerLane; ++i) {
           const int channel = first + i * 32 + lane;
@@ -200,7 +202,7 @@ Status supports_attention_rows(const AttentionProblem& problem) {
   constexpr int64_t kMostItems = (int64_t{1} << 31) - 1;
   if (problem.head_dim > kMostHeadDim) return unsupported("D is above " + std::to_string(kMostHeadDim));
   if (problem.num_query_rows * problem.num_query_heads > kMostItems) return unsupported("more than 2^31 rows of heads");
-  if (problem.kv_capacity > kMostItems) return unsupported("more than 2^31 keys");
+  if (problem.kv_capacity > kMostItems - kWarps) return unsupported("2^31 keys or more");  // where a warp is behind all
   return Status::ok();
 }
 

@@ -110,10 +110,11 @@ struct AttentionCall {
     store_out(offset, values);
   }
 
-  /// Packed rows behind the last sequence: 0 and -inf. Called by the first `warps` warps of every block.
-  __device__ void clear_rows_of_nobody(int warps) const {
+  /// Packed rows behind the last one that a sequence owns: 0 and -inf. Called by the first `warps` warps of every block;
+  /// `num_sequences` as sequences_with_rows gives it.
+  __device__ void clear_rows_of_nobody(int warps, int32_t num_sequences) const {
     if (p.query_form != AttentionQueryForm::kPacked) return;
-    const int64_t owned = min(max(int64_t{__ldg(p.query_offsets + p.num_sequences)}, int64_t{0}), p.num_query_rows);
+    const int64_t owned = num_owned_rows(p, num_sequences);
     const int64_t count = (p.num_query_rows - owned) * p.num_query_heads;
     for (int64_t i = int64_t{blockIdx.x} * warps + threadIdx.x / 32; i < count; i += int64_t{gridDim.x} * warps) {
       const int64_t row = owned + i / p.num_query_heads;

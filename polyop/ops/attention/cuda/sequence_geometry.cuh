@@ -43,7 +43,7 @@ struct SequenceGeometry {
   /// As AttentionProblem::visible_keys.
   __device__ KeyRange visible(const AttentionProblem& p, int32_t row) const {
     const int32_t rows = p.tree_mask.words != nullptr ? allotted : query_rows;
-    const int32_t position = p.causal == AttentionCausal::kUpperLeft ? row : row + kv_length - rows;
+    const int32_t position = p.causal == AttentionCausal::kUpperLeft ? row : row - rows + kv_length;
     KeyRange range{0, kv_length};
     if (p.causal != AttentionCausal::kNone) range.end = min(kv_length, position + 1);
     if (p.window >= 0) {
@@ -62,6 +62,32 @@ struct SequenceGeometry {
   }
 };
 
+/// Whether a sequence's pair of query_offsets is in order and inside the memory.
+__device__ inline bool rows_fit(const AttentionProblem& p, int32_t begin, int32_t end) {
+  return begin >= 0 && begin <= end && end <= p.num_query_rows;
+}
+
+/// Sequences that have rows: B, or none when query_offsets do not begin at 0, decrease or leave the memory anywhere,
+/// which is flagged. Sequences that overlap would share counters and places in scratch memory. All lanes of a warp call
+/// it together.
+__device__ inline int32_t sequences_with_rows(const AttentionProblem& p, const AttentionFlags& flags) {
+  const auto num_sequences = static_cast<int32_t>(p.num_sequences);
+  if (p.query_form != AttentionQueryForm::kPacked) return num_sequences;
+  bool fit = true;
+  for (auto sequence = static_cast<int32_t>(threadIdx.x % 32); sequence < num_sequences; sequence += 32) {
+    const int32_t begin = __ldg(p.query_offsets + sequence);
+    fit &= rows_fit(p, begin, __ldg(p.query_offsets + sequence + 1)) && (sequence > 0 || begin == 0);
+  }
+  if (__all_sync(0xffffffffu, fit)) return num_sequences;
+  raise(flags.query_offsets);
+  return 0;
+}
+
+/// Packed rows that belong to a sequence, the first ones; `num_sequences` as sequences_with_rows gives it.
+__device__ inline int64_t num_owned_rows(const AttentionProblem& p, int32_t num_sequences) {
+  return num_sequences == 0 ? 0 : int64_t{__ldg(p.query_offsets + num_sequences)};
+}
+
 __device__ inline SequenceGeometry read_geometry(const AttentionProblem& p, int32_t sequence,
                                                  const AttentionFlags& flags) {
   SequenceGeometry g;
@@ -69,11 +95,13 @@ __device__ inline SequenceGeometry read_geometry(const AttentionProblem& p, int3
   if (p.query_form == AttentionQueryForm::kPacked) {
     const int32_t begin = __ldg(p.query_offsets + sequence);
     const int32_t end = __ldg(p.query_offsets + sequence + 1);
-    if (begin < 0 || end < begin || end > p.num_query_rows || end - begin > p.most_rows) {
-      raise(flags.query_offsets);
-    } else {
+    if (rows_fit(p, begin, end)) {
       g.row_begin = begin;
       g.allotted = g.query_rows = end - begin;
+    }
+    if (!rows_fit(p, begin, end) || g.allotted > p.most_rows) {
+      raise(flags.query_offsets);
+      g.query_rows = 0;
     }
   } else {
     g.allotted = g.query_rows = static_cast<int32_t>(p.padded_query_length);

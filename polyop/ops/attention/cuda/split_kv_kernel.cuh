@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksPerMultiprocessor<kHeadD
     }
   }
   copy_async_wait_all();
-  block.call.clear_rows_of_nobody(kWarps);
+  block.call.clear_rows_of_nobody(kWarps, block.queue->num_sequences);
 }
 
 /// Launches a kernel of one type and head size: that for sequences of the kind of `main`, which takes all others, too,

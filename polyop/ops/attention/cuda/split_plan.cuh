@@ -122,6 +122,7 @@ struct WorkQueue {
   int32_t rounds_ahead;  // of the segments found behind the one that is multiplied
   int32_t most_rows;     // see BlockShare
   int32_t least_rows;
+  int32_t num_sequences;  // that have rows
 
   [[nodiscard]] __device__ const SplitWork& at(int32_t index) const { return slots[index % kSlots]; }
 
@@ -176,8 +177,10 @@ struct WorkQueue {
   __device__ void start(const AttentionProblem& p, const SplitPlan& plan, const AttentionFlags& flags, int32_t* kept,
                         int32_t most_kept) {
     const auto read = [&](int32_t sequence) { return read_items(p, plan, sequence, flags); };
-    const BlockShare share = find_share(static_cast<int32_t>(p.num_sequences), read, kept, most_kept);
+    const int32_t with_rows = sequences_with_rows(p, flags);
+    const BlockShare share = find_share(with_rows, read, kept, most_kept);
     if (threadIdx.x != 0) return;
+    num_sequences = with_rows;
     SequenceItems& before = slots[kSlots - 1].sequence;  // find_next begins with the one that follows it
     before.geometry.sequence = share.sequence - 1;
     before.count = 0;

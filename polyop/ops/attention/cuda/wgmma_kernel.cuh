@@ -63,10 +63,10 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
     auto* kept = reinterpret_cast<int64_t*>(wgmma_shared);
     WgmmaItems items;
     const WgmmaShare share = find_wgmma_share(p, plan, lanes, flags, kept, Shared::kBytes / 8, &items);
-    if (p.num_sequences > 32 && share.sequence < p.num_sequences)
+    if (share.num_sequences > 32 && share.sequence < share.num_sequences)
       items = read_wgmma_items(p, plan, lanes, share.sequence, flags);
     if (static_cast<int32_t>(threadIdx.x) == share.sequence % 32) {  // it has read the sequence
-      for (WgmmaWalk& walk : control.walks) walk.start(p, share, items);
+      for (WgmmaWalk& walk : control.walks) walk.start(share, items);
     }
     if (threadIdx.x == 0) ring.init();
   }
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
       copier.copy_segment(walk);
     }
     copy_async_wait_all();
-    call.clear_rows_of_nobody(kWarps);
+    call.clear_rows_of_nobody(kWarps, walk.share.num_sequences);
   } else {
     take_registers<kRowsRegisters>();
     WgmmaWalk& walk = control.walks[group];

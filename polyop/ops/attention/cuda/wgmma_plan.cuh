@@ -58,6 +58,7 @@ struct WgmmaShare {
   int64_t end = 0;     // where the group's share ends
   int64_t before = 0;  // cost of the sequences before `sequence`
   int32_t sequence = 0;
+  int32_t num_sequences = 0;  // that have rows
 };
 
 /// a / b, rounded down; the division of 64 bits is slow.
@@ -77,7 +78,7 @@ __device__ inline WgmmaShare find_wgmma_share(const AttentionProblem& p, const S
                                               const AttentionFlags& flags, int64_t* kept, int32_t most_kept,
                                               WgmmaItems* items) {
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
-  const auto num_sequences = static_cast<int32_t>(p.num_sequences);
+  const int32_t num_sequences = sequences_with_rows(p, flags);
   int64_t total = 0;
   int64_t count = 0;
   int32_t least = INT32_MAX;  // item_cost
@@ -106,7 +107,7 @@ __device__ inline WgmmaShare find_wgmma_share(const AttentionProblem& p, const S
   share.share = max(int64_t{1}, quotient((is_even ? count : total) + groups - 1, groups) * (is_even ? most : 1));
   const int64_t start = static_cast<int32_t>(blockIdx.x) / lanes * share.share;
   share.end = start + share.share;
-  share.sequence = num_sequences;
+  share.sequence = share.num_sequences = num_sequences;
   int64_t before = 0;  // cost of the sequences before `first`
   for (int32_t first = 0; first < num_sequences; first += 32) {
     const int32_t sequence = first + lane;
@@ -144,23 +145,23 @@ struct WgmmaWalk {
   bool has_segment;
 
   /// `items` is that of the share's sequence, if there is one.
-  __device__ void start(const AttentionProblem& p, const WgmmaShare& from, const WgmmaItems& items) {
+  __device__ void start(const WgmmaShare& from, const WgmmaItems& items) {
     share = from;
     sequence = items;
     local = 0;
-    if (share.sequence < p.num_sequences)
+    if (share.sequence < share.num_sequences)
       local = static_cast<int32_t>(first_item_from(share.end - share.share, share.before, items.item_cost));
   }
 
   /// To the next segment, by one thread; has_segment is false behind the last one.
   __device__ void step(const AttentionProblem& p, const SplitPlan& plan, int32_t lanes, const AttentionFlags& flags) {
     has_segment = false;
-    while (share.sequence < p.num_sequences) {
+    while (share.sequence < share.num_sequences) {
       const WgmmaItems& s = sequence;
       if (local >= s.count) {
         share.before += int64_t{s.count} * s.item_cost;
         local = 0;
-        if (++share.sequence < p.num_sequences) sequence = read_wgmma_items(p, plan, lanes, share.sequence, flags);
+        if (++share.sequence < share.num_sequences) sequence = read_wgmma_items(p, plan, lanes, share.sequence, flags);
         continue;
       }
       const int64_t left = share.end - share.before - int64_t{local} * s.item_cost;  // in costs
