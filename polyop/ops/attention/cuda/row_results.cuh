@@ -110,8 +110,8 @@ struct AttentionCall {
     store_out(offset, values);
   }
 
-  /// Packed rows behind the last one that a sequence owns: 0 and -inf. Called by the first `warps` warps of every block;
-  /// `num_sequences` as sequences_with_rows gives it.
+  /// Packed rows behind the last one that a sequence owns: 0 and -inf. Called by the first `warps` warps of every
+  /// block; `num_sequences` as sequences_with_rows gives it.
   __device__ void clear_rows_of_nobody(int warps, int32_t num_sequences) const {
     if (p.query_form != AttentionQueryForm::kPacked) return;
     const int64_t owned = num_owned_rows(p, num_sequences);
