@@ -89,9 +89,20 @@ __device__ Words<kWidth> quantize(const float (&values)[kWidth], const Divisor& 
 
 /// Flags of the operands that say where a token goes.
 struct CacheFlags {
+  ErrorFlag offsets = nullptr;    // update_offsets
   ErrorFlag positions = nullptr;  // write_positions
   ErrorFlag pages = nullptr;      // page_table
 };
+
+/// Flags update_offsets that do not begin at 0, decrease or pass T. One warp behind all tokens calls it.
+__device__ inline void check_offsets(const KvCacheAppend& append, const CacheFlags& flags) {
+  if (!append.is_packed()) return;
+  for (auto b = static_cast<int64_t>(threadIdx.x % 32); b < append.num_sequences; b += 32) {
+    const int32_t begin = append.update_offsets[b];
+    const int32_t end = append.update_offsets[b + 1];
+    if (begin > end || end > append.num_tokens || (b == 0 && begin != 0)) raise_flag(flags.offsets);
+  }
+}
 
 /// Whose token it is.
 struct TokenOwner {
@@ -157,7 +168,7 @@ struct CacheRow {
 __device__ inline CacheRow find_cache_row(const KvCacheAppend& append, const CacheFlags& flags,
                                           const TokenOwner& owner) {
   const int64_t position = int64_t{owner.start} + owner.index;
-  if (owner.start < 0 || position >= append.capacity) {
+  if (owner.start < 0 || owner.index < 0 || position >= append.capacity) {
     raise_flag(flags.positions);
     return {};
   }

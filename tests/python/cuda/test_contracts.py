@@ -269,7 +269,9 @@ def test_kv_cache_update_skips_what_does_not_fit():
 
 
 @pytest.mark.parametrize("operator", ["kv_cache_update", "qk_norm_rope_append"])
-@pytest.mark.parametrize(("index", "bad"), [(0, 1), (0, -1), (1, 1 << 30), (2, 80), (5, 205), (5, -(1 << 31))])
+@pytest.mark.parametrize(
+    ("index", "bad"), [(0, 1), (0, -1), (0, -(1 << 31)), (1, 1 << 30), (2, 80), (5, 205), (5, -(1 << 31))]
+)
 def test_update_offsets_that_are_no_cut_of_the_tokens_are_named(operator, index, bad):
     """They should be 0, 90, 90, 91, 201, 204."""
     for example in EXAMPLES[operator]().values():

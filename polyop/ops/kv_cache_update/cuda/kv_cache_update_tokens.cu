@@ -95,7 +95,10 @@ __global__ void __launch_bounds__(kThreads)
   constexpr bool kQuantizes = !std::is_same_v<Update, Cache>;
   constexpr int kBytes = kWidth * static_cast<int>(sizeof(Update));
   const auto token = static_cast<int32_t>(blockIdx.x * kWarps + threadIdx.x / 32);
-  if (token >= p.num_tokens) return;
+  if (token >= p.num_tokens) {
+    if (token == p.num_tokens && blockIdx.y == 0) check_offsets(p, flags);
+    return;
+  }
   const auto vectors = static_cast<int32_t>(p.num_planes * p.num_kv_heads * (p.head_dim / kWidth));
   const auto first = static_cast<int32_t>(blockIdx.y * kVectorsPerPiece + threadIdx.x % 32);
   const VectorPlace<kWidth, kJoined> begin(p, first);
@@ -195,10 +198,11 @@ int access_width(const KvCacheUpdateProblem& p) {
 
 template <class Update, class Cache, int kWidth, bool kJoined>
 Status launch_width(const KvCacheUpdateProblem& p, Stream stream) {
-  const CacheFlags flags = {.positions = error_flag("kv_cache_update: write_positions"),
+  const CacheFlags flags = {.offsets = error_flag("kv_cache_update: update_offsets"),
+                            .positions = error_flag("kv_cache_update: write_positions"),
                             .pages = error_flag("kv_cache_update: page_table")};
   const int64_t vectors = p.num_planes * p.num_kv_heads * (p.head_dim / kWidth);
-  const dim3 blocks(static_cast<unsigned>((p.num_tokens + kWarps - 1) / kWarps),
+  const dim3 blocks(static_cast<unsigned>(p.num_tokens / kWarps + 1),
                     static_cast<unsigned>((vectors + kVectorsPerPiece - 1) / kVectorsPerPiece));
   kv_cache_update_kernel<Update, Cache, kWidth, kJoined><<<blocks, kThreads, 0, stream_of(stream)>>>(p, flags);
   return launch_status("kv_cache_update: cuda_tokens");

@@ -96,7 +96,10 @@ __global__ void __launch_bounds__(kThreads, blocks_wanted(kNorms))
   let_next_kernel_start();
   wait_for_earlier_work();
   const auto token = static_cast<int32_t>(blockIdx.x * kWarps + threadIdx.x / 32);
-  if (token >= p.append.num_tokens) return;
+  if (token >= p.append.num_tokens) {
+    if (token == p.append.num_tokens && blockIdx.y == 0) check_offsets(p.append, flags.cache);
+    return;
+  }
   const int32_t slot = static_cast<int32_t>(threadIdx.x % 32) & ((1 << heads.log2_lanes) - 1);
   const bool has_channels = slot < static_cast<int32_t>(p.append.head_dim) / (2 * kWidth);
   const LaneChannels at = lane_channels<kWidth, kInterleaved>(p.rotary, slot);
@@ -193,7 +196,10 @@ __global__ void __launch_bounds__(kThreads)
     append_elements_kernel(const QkNormRopeAppendProblem p, const Flags flags, int64_t num_heads) {
   const int64_t item = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
   const int64_t token = item / num_heads;
-  if (token >= p.append.num_tokens) return;
+  if (token >= p.append.num_tokens) {
+    if (item == p.append.num_tokens * num_heads) check_offsets(p.append, flags.cache);
+    return;
+  }
   const int lane = threadIdx.x % 32;
   const TokenPlace place = find_token(p, flags, token);
   if (!place.has_slot) return;
@@ -292,21 +298,23 @@ auto kernel_for(const QkNormRopeAppendProblem& p) {
 template <class T>
 Status launch(const QkNormRopeAppendProblem& p, Stream stream) {
   constexpr int kWidth = 16 / sizeof(T);
-  const Flags flags = {.cache = {.positions = error_flag("qk_norm_rope_append: write_positions"),
+  const Flags flags = {.cache = {.offsets = error_flag("qk_norm_rope_append: update_offsets"),
+                                 .positions = error_flag("qk_norm_rope_append: write_positions"),
                                  .pages = error_flag("qk_norm_rope_append: page_table")},
                        .position_ids = error_flag("qk_norm_rope_append: position_ids")};
   const int64_t num_heads = p.num_query_heads + 2 * p.append.num_kv_heads;
   if (num_heads == 0) return Status::ok();
   if (!takes_vectors<T>(p, kWidth)) {
-    const auto blocks = static_cast<unsigned>(blocks_for(p.append.num_tokens * num_heads, kWarps, int64_t{1} << 30));
-    append_elements_kernel<T><<<blocks, kThreads, 0, stream_of(stream)>>>(p, flags, num_heads);
+    const int64_t blocks = p.append.num_tokens * num_heads / kWarps + 1;
+    if (blocks > INT32_MAX)
+      return unsupported("qk_norm_rope_append: cuda_heads: too many tokens x heads for unaligned heads");
+    append_elements_kernel<T><<<static_cast<unsigned>(blocks), kThreads, 0, stream_of(stream)>>>(p, flags, num_heads);
     return launch_status("qk_norm_rope_append: cuda_heads");
   }
   TokenHeads<3> heads = token_heads(p);
   heads.cut(p.append.head_dim * static_cast<int64_t>(sizeof(T)), p.append.num_tokens,
             int64_t{device_numbers().num_multiprocessors} * kWarpsWanted);
-  const dim3 blocks(static_cast<unsigned>((p.append.num_tokens + kWarps - 1) / kWarps),
-                    static_cast<unsigned>(heads.pieces));
+  const dim3 blocks(static_cast<unsigned>(p.append.num_tokens / kWarps + 1), static_cast<unsigned>(heads.pieces));
   const auto kernel = p.rotary.interleaved ? kernel_for<T, kWidth, true>(p) : kernel_for<T, kWidth, false>(p);
   launch_early(kernel, blocks, kThreads, 0, stream, p, heads, flags);
   return launch_status("qk_norm_rope_append: cuda_heads");

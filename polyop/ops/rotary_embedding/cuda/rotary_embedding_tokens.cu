@@ -148,8 +148,10 @@ Status launch(const RotaryEmbeddingProblem& p, Stream stream) {
   const int64_t num_heads = heads.num_heads[0] + heads.num_heads[1];
   if (num_heads == 0) return Status::ok();
   if (!takes_vectors<T>(p, kWidth)) {
-    const auto blocks = static_cast<unsigned>(blocks_for(p.num_tokens * num_heads, kWarps, int64_t{1} << 30));
-    rotary_elements_kernel<T><<<blocks, kThreads, 0, stream_of(stream)>>>(p, flag);
+    const int64_t blocks = p.num_tokens * num_heads / kWarps + 1;
+    if (blocks > INT32_MAX)
+      return unsupported("rotary_embedding: cuda_tokens: too many tokens x heads for unaligned heads");
+    rotary_elements_kernel<T><<<static_cast<unsigned>(blocks), kThreads, 0, stream_of(stream)>>>(p, flag);
     return launch_status("rotary_embedding: cuda_tokens");
   }
   heads.cut(p.head_dim * static_cast<int64_t>(sizeof(T)), p.num_tokens,
