@@ -101,8 +101,8 @@ def circular_pad() -> Iterator[Arguments]:
 
 
 def trt_attention() -> Iterator[Arguments]:
-    for width in (64, 24):
-        q, k = torch.randn(2, 4, 5, width).half(), torch.randn(2, 2, 70, width).half()
+    for width, rows in ((64, 5), (24, 5), (64, 20)):
+        q, k = torch.randn(2, 4, rows, width).half(), torch.randn(2, 2, 70, width).half()
         yield {"Q": q, "K": k, "V": k, "kv_lengths": torch.tensor([70, 3], dtype=torch.int32)}
 
 

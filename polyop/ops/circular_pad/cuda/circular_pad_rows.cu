@@ -2,8 +2,8 @@
 // Math      out[..., i] = x[..., (i - left) mod extent]; a copy, no arithmetic
 // Shapes    x [X...] · out [X + pads...], rank 0 to 8, elements of 1, 2, 4 or 8 bytes, any strides
 // Work      axes without padding join their neighbours first; rows longer than kPieceBytes are cut into pieces. A warp
-//           takes a few pieces, a group of its lanes one at a time: the aligned 16-byte blocks of x that hold the piece
-//           go to shared memory without passing registers, the elements that wrap are put before and behind them, and
+//           takes a few pieces, a group of its lanes one at a time: the aligned 16-byte blocks of x inside the piece go
+//           to shared memory without passing registers, all other elements are put before and behind them, and
 //           from there the piece leaves in the 16-byte blocks of out, shifted on the way. No warp waits for another
 // Memory    each element of out written once, each element of x read once from device memory (repeats hit a cache);
 //           shared: kPieceBytes a warp and what surrounds a piece
@@ -130,25 +130,26 @@ __device__ char* origin_of(const PiecePlan& plan, char* slot, const Piece<Elemen
   return slot + sizeof(Piece<Element>) + plan.left_bytes + skew - piece.left * static_cast<int32_t>(sizeof(Element));
 }
 
-/// Starts the copies of the blocks that hold the piece's own part of the row, and puts the wrapped elements around it.
+/// Starts the copies of the whole blocks of the piece's own part of the row, and puts all other elements around them.
+/// The two never meet in a block: nothing says which of them would be last.
 template <class Element>
 __device__ void gather(const CircularPadProblem& p, const PiecePlan& plan, char* slot, int lane) {
+  constexpr int kPerBlock = kBlockBytes / static_cast<int>(sizeof(Element));
   const auto piece = *reinterpret_cast<const Piece<Element>*>(slot);
-  char* origin = origin_of(plan, slot, piece);
+  auto* origin = reinterpret_cast<Element*>(origin_of(plan, slot, piece));
   const Element* own = piece.row + piece.first + piece.left;
-  const auto* block = reinterpret_cast<const char*>(own) - behind_block(own);
-  const int bytes = static_cast<int>(behind_block(own)) + piece.middle * static_cast<int>(sizeof(Element));
-  const uint32_t to = shared_address(slot + sizeof(Piece<Element>) + plan.left_bytes);
-  if (piece.middle > 0) {
-    for (int at = lane * kBlockBytes; at < bytes; at += plan.lanes_per_piece * kBlockBytes) {
-      copy_async_16(to + at, block + at, true);
-    }
+  const int before = static_cast<int>((kBlockBytes - behind_block(own)) % kBlockBytes / sizeof(Element));
+  const int blocks = max(piece.middle - before, 0) / kPerBlock;
+  const int begin = piece.left + before;  // element of the first block
+  const uint32_t to = shared_address(origin + begin);
+  for (int i = lane; i < blocks; i += plan.lanes_per_piece) {
+    copy_async_16(to + i * kBlockBytes, own + before + i * kPerBlock, true);
   }
   const int32_t last = p.rank - 1;
-  for (int i = lane; i < piece.count - piece.middle; i += plan.lanes_per_piece) {
-    const int at = i < piece.left ? i : i + piece.middle;
+  for (int i = lane; i < piece.count - blocks * kPerBlock; i += plan.lanes_per_piece) {
+    const int at = i < begin ? i : i + blocks * kPerBlock;
     const int64_t source = wrapped(p, last, piece.first + at + p.pads_before[last]);
-    reinterpret_cast<Element*>(origin)[at] = piece.row[source];
+    origin[at] = piece.row[source];
   }
 }
 
