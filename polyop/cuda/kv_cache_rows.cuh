@@ -23,7 +23,6 @@ class Divisor {
     if (!is_plain_) power_ = fabsf(scale) < 1.0f ? 0x1p64f : 0x1p-64f;
     scale_ = __fmul_rn(scale, power_);
     reciprocal_ = __frcp_rn(scale_);
-    if (isinf(scale_)) scale_ = 1.0f;  // the correction of x * 0 is 0
   }
 
   /// No power of two is needed: a question for a vector, so that its elements share no branches.
@@ -34,8 +33,9 @@ class Divisor {
   [[nodiscard]] __device__ float divide(float x) const {
     const float quotient = __fmul_rn(x, reciprocal_);
     const float corrected = fmaf(fmaf(-quotient, scale_, x), reciprocal_, quotient);
-    // Infinities have no remainder. Below 2^-60 it may be rounded: all such quotients store as 0.
-    return fabsf(quotient) < 0x1p60f ? corrected : quotient;
+    // Infinities have no remainder, and that of -0 would take its sign. Below 2^-60 the remainder may be rounded: all
+    // such quotients store as 0.
+    return fabsf(quotient) > 0.0f && fabsf(quotient) < 0x1p60f ? corrected : quotient;
   }
 
  private:

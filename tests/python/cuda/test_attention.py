@@ -149,7 +149,10 @@ def test_blocks_that_walk_many_items(kernel):
     table = torch.randperm(pool.shape[1], device=DEVICE).to(torch.int32).view(batch, -1)
     lengths = torch.randint(1, length + 1, (batch,), device=DEVICE).to(torch.int32)
     offsets = torch.arange(batch + 1, device=DEVICE, dtype=torch.int32)
-    out = attend(q, pool[0], pool[1], query_offsets=offsets, kv_lengths=lengths, page_table=table)
+    try:
+        out = attend(q, pool[0], pool[1], query_offsets=offsets, kv_lengths=lengths, page_table=table)
+    except NotImplementedError as error:
+        pytest.skip(str(error))
     for b in range(0, batch, 5):
         alone = attend(
             q[b : b + 1],
