@@ -12,7 +12,7 @@ from attention_cases import bounds
 from device_memory import DEVICE, kernels_of, on_device
 from gpu import OPERATORS
 from shapes_file import cut_down, describe, read_shapes
-from test_sweep import cpu_sweep
+from test_kernel_sweep import cpu_sweep
 
 from polyop import cuda, ops
 from polyop.testing import assert_within_bound
