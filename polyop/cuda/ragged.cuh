@@ -1,9 +1,21 @@
-// Ragged batches on the device: which sequence a packed token belongs to.
+// Ragged batches on the device: which sequence a packed token belongs to, and sums over sequences.
 #pragma once
 
 #include <cstdint>
 
 namespace polyop::cuda {
+
+/// Sum of the values of lanes 0 to this one; all 32 lanes of a warp call it.
+template <class T>
+__device__ inline T warp_prefix_sum(T value) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const T other = __shfl_up_sync(0xffffffffu, value, step);
+    if (lane >= step) value += other;
+  }
+  return value;
+}
 
 /// The sequence b with offsets[b] <= token < offsets[b + 1], or -1 when no sequence has the token. All 32 lanes of a
 /// warp call it with the same arguments; offsets [num_sequences + 1] never decrease. Two dependent reads up to 1024

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "polyop/cuda/ragged.cuh"
+
 namespace polyop::cuda {
 
 __host__ __device__ inline int32_t divide_up(int32_t a, int32_t b) { return (a + b - 1) / b; }
@@ -61,12 +63,7 @@ __device__ inline BlockShare find_share(int32_t num_sequences, Read&& read, int3
         total += own;
         continue;
       }
-      int32_t sum = own;
-#pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        const int32_t other = __shfl_up_sync(0xffffffffu, sum, step);
-        if (lane >= step) sum += other;
-      }
+      const int32_t sum = warp_prefix_sum(own);
       const uint32_t reached = __ballot_sync(0xffffffffu, before + sum > start);
       if (reached != 0) {
         const int at = __ffs(static_cast<int>(reached)) - 1;

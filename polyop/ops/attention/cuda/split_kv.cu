@@ -2,7 +2,6 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <bit>
 #include <string>
 
 #include "polyop/core/dispatch.h"
@@ -10,6 +9,7 @@
 #include "polyop/cuda/vectors.cuh"
 #include "polyop/cuda/workspace.h"
 #include "polyop/ops/attention/attention_kernels.h"
+#include "polyop/ops/attention/cuda/split_host.h"
 #include "polyop/ops/attention/cuda/split_kv_kernel.cuh"
 
 namespace polyop::cuda {
@@ -20,32 +20,21 @@ constexpr int64_t kMostWideScratchBytes = int64_t{1} << 31;  // above, sequences
 
 struct HostPlan {
   SplitPlan plan;
-  SplitResources resources;
   SplitScratch scratch;  // counts only
   int64_t narrow_floats = 0;
   int64_t wide_slots = 0;
   int num_blocks = 0;
 };
 
-int64_t divide_up64(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 HostPlan make_plan(const AttentionProblem& p, const SplitResources& resources) {
   HostPlan host;
-  host.resources = resources;
   SplitPlan& plan = host.plan;
   plan.group_size = static_cast<int32_t>(p.group_size());
   plan.narrow_rows = p.head_dim <= 128 ? 16 : 8;
   plan.rows_per_tile = p.head_dim <= kWidestHeadDim ? kWideRows : plan.narrow_rows;
   plan.target_items = resources.num_blocks;
   plan.wide_target_items = device_numbers().num_multiprocessors;
-  plan.row_bytes = p.k.row_stride * dtype_bytes(p.k.dtype);
-  if (p.kv_form == AttentionKvForm::kPaged) {
-    plan.page_bytes = p.k.outer_stride * dtype_bytes(p.k.dtype);
-    plan.page_size = static_cast<uint32_t>(p.page_size);
-    plan.num_pages = static_cast<uint32_t>(std::min<int64_t>(p.num_pages, int64_t{1} << 31));
-    if (std::has_single_bit(plan.page_size)) plan.page_shift = std::countr_zero(plan.page_size);
-    plan.tiles_are_dense = p.page_size % kKeysPerTile == 0;
-  }
+  describe_keys(p, &plan);
   const int64_t rows = p.num_query_rows * plan.group_size;
   const auto heads = p.num_kv_heads;
   const int64_t wanted = divide_up64(plan.target_items, heads);  // chunks of a sequence with one row tile
@@ -115,15 +104,8 @@ Status supports_split_kv(const AttentionProblem& p) {
   const Status head_dim =
       visit_values<64, 80, 96, 128, 192, 256>(p.head_dim, []<int kHeadDim>() { return Status::ok(); });
   if (!head_dim.is_ok()) return unsupported("D " + head_dim.message());
-  if (p.mask.data != nullptr) return unsupported("it has a dense mask");
-  if (p.normalization != AttentionNormalization::kSoftmax) return unsupported("normalization is not softmax");
-  if (p.weight_quantization != AttentionWeightQuantization::kNone) return unsupported("weights are quantized");
-  if (p.num_query_rows * p.num_query_heads > (int64_t{1} << 30) || p.kv_capacity > (int64_t{1} << 30)) {
-    return unsupported("more than 2^30 rows of heads or keys");
-  }
-  if (p.k.outer_stride != p.v.outer_stride || p.k.row_stride != p.v.row_stride || p.k.head_stride != p.v.head_stride) {
-    return unsupported("k and v have other strides");
-  }
+  POLYOP_RETURN_IF_ERROR(supports_split_weights(p));
+  POLYOP_RETURN_IF_ERROR(supports_split_keys(p));
   const int64_t kv_bytes = dtype_bytes(p.k.dtype);
   AccessWidth kv;
   kv.address(p.k.data).address(p.v.data);

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <array>
-#include <bit>
 #include <mutex>
 #include <string>
 
@@ -12,6 +11,7 @@
 #include "polyop/cuda/vectors.cuh"
 #include "polyop/cuda/workspace.h"
 #include "polyop/ops/attention/attention_kernels.h"
+#include "polyop/ops/attention/cuda/split_host.h"
 #include "polyop/ops/attention/cuda/wgmma_kernel.cuh"
 
 namespace polyop::cuda {
@@ -28,8 +28,6 @@ struct WgmmaHostPlan {
   int num_blocks = 1;
 };
 
-int64_t divide_up64(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 WgmmaHostPlan make_wgmma_plan(const AttentionProblem& p) {
   WgmmaHostPlan host;
   SplitPlan& plan = host.plan;
@@ -37,13 +35,7 @@ WgmmaHostPlan make_wgmma_plan(const AttentionProblem& p) {
   const int64_t blocks = device_numbers().num_multiprocessors;
   plan.group_size = static_cast<int32_t>(p.group_size());
   plan.wide_target_items = static_cast<int32_t>(blocks);
-  plan.row_bytes = p.k.row_stride * dtype_bytes(p.k.dtype);
-  if (p.kv_form == AttentionKvForm::kPaged) {
-    plan.page_bytes = p.k.outer_stride * dtype_bytes(p.k.dtype);
-    plan.page_size = static_cast<uint32_t>(p.page_size);
-    plan.num_pages = static_cast<uint32_t>(std::min<int64_t>(p.num_pages, int64_t{1} << 31));
-    if (std::has_single_bit(plan.page_size)) plan.page_shift = std::countr_zero(plan.page_size);
-  }
+  describe_keys(p, &plan);
   const int64_t rows = p.num_query_rows * plan.group_size;
   const int64_t most_units = (rows / kWgmmaTileRows + p.num_sequences) * heads;
   host.lanes = heads % 2 == 0 || most_units >= 2 * blocks ? 2 : 1;
@@ -83,18 +75,11 @@ Status supports_wgmma(const AttentionProblem& p) {
   if (p.head_dim != p.value_head_dim) return unsupported("D and Dv differ");
   const Status head_dim = visit_values<64, 128>(p.head_dim, []<int kHeadDim>() { return Status::ok(); });
   if (!head_dim.is_ok()) return unsupported("D " + head_dim.message());
-  if (p.mask.data != nullptr) return unsupported("it has a dense mask");
-  if (p.normalization != AttentionNormalization::kSoftmax) return unsupported("normalization is not softmax");
-  if (p.weight_quantization != AttentionWeightQuantization::kNone) return unsupported("weights are quantized");
+  POLYOP_RETURN_IF_ERROR(supports_split_weights(p));
   if (p.num_query_rows * p.group_size() <= kMostSplitRows * p.num_sequences) {
     return unsupported("sequences have " + std::to_string(kMostSplitRows) + " rows x heads of a kv head or fewer");
   }
-  if (p.num_query_rows * p.num_query_heads > (int64_t{1} << 30) || p.kv_capacity > (int64_t{1} << 30)) {
-    return unsupported("more than 2^30 rows of heads or keys");
-  }
-  if (p.k.outer_stride != p.v.outer_stride || p.k.row_stride != p.v.row_stride || p.k.head_stride != p.v.head_stride) {
-    return unsupported("k and v have other strides");
-  }
+  POLYOP_RETURN_IF_ERROR(supports_split_keys(p));
   AccessWidth width;
   for (const HeadRows* rows : {&p.q, &p.k, &p.v}) {
     width.address(rows->data).distance(rows->outer_stride * 2).distance(rows->row_stride * 2);

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "polyop/cuda/ragged.cuh"
 #include "polyop/cuda/workspace.h"
 #include "polyop/ops/attention/cuda/split_plan.cuh"
 
@@ -118,12 +119,7 @@ __device__ inline WgmmaShare find_wgmma_share(const AttentionProblem& p, const S
       *items = read_wgmma_items(p, plan, lanes, sequence, flags);
       own = int64_t{items->count} * items->item_cost;
     }
-    int64_t sum = own;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int64_t other = __shfl_up_sync(0xffffffffu, sum, step);
-      if (lane >= step) sum += other;
-    }
+    const int64_t sum = warp_prefix_sum(own);
     const uint32_t reached = __ballot_sync(0xffffffffu, before + sum > start);
     if (reached != 0) {
       const int at = __ffs(static_cast<int>(reached)) - 1;
