@@ -111,49 +111,76 @@ struct TokenOwner {
   int32_t start = 0;      // of the sequence's tokens in its cache
 };
 
-/// All 32 lanes of a warp call it with the same token. Packed: one round of reads for up to 32 sequences and for a
-/// batch with one token each, two for up to 1024; offsets [B + 1] never decrease.
+/// The search for a token's owner, whose first reads are on their way once it is made. All 32 lanes of a warp make it
+/// with the same token and ask for the owner. Packed: one round of reads for up to 32 sequences and for a batch with
+/// one token each, two for up to 1024; offsets [B + 1] never decrease.
+class OwnerSearch {
+ public:
+  __device__ OwnerSearch(const KvCacheAppend& append, int64_t batch_token)
+      : append_(append), token_(static_cast<int32_t>(batch_token)) {
+    if (!append.is_packed()) {
+      guess_ = static_cast<int32_t>(static_cast<uint32_t>(token_) / static_cast<uint32_t>(append.padded_tokens));
+      guess_begin_ = guess_ * static_cast<int32_t>(append.padded_tokens);
+      guess_end_ = guess_begin_ + static_cast<int32_t>(append.padded_tokens);
+      guess_start_ = static_cast<int32_t>(append.write_position(guess_));
+      return;
+    }
+    // A decode step's token t is sequence t's; this guess is on its way together with the search's first probes.
+    count_ = static_cast<uint32_t>(append.num_sequences);
+    guess_ = min(token_, static_cast<int32_t>(count_) - 1);
+    guess_begin_ = append.update_offsets[guess_];
+    guess_end_ = append.update_offsets[guess_ + 1];
+    guess_start_ = static_cast<int32_t>(append.write_position(guess_));
+    end_ = append.update_offsets[count_];
+    probe();
+  }
+
+  __device__ TokenOwner owner() {
+    if (guess_begin_ <= token_ && token_ < guess_end_) {
+      return {.sequence = guess_, .index = token_ - guess_begin_, .start = guess_start_};
+    }
+    while (true) {
+      const uint32_t reached = __ballot_sync(0xffffffffu, probes_ && begin_ <= token_);
+      if (reached == 0 || token_ >= end_) return {};
+      const auto last = static_cast<uint32_t>(31 - __clz(static_cast<int>(reached)));
+      first_ += last * step_;
+      if (step_ == 1) {
+        return {.sequence = static_cast<int32_t>(first_),
+                .index = token_ - __shfl_sync(0xffffffffu, begin_, static_cast<int>(last)),
+                .start = __shfl_sync(0xffffffffu, start_, static_cast<int>(last))};
+      }
+      count_ = min(step_, count_ - last * step_);
+      probe();
+    }
+  }
+
+ private:
+  /// Reads a lane's candidate: the owner is the last of [first, first + count) that begins at the token or before it.
+  __device__ void probe() {
+    step_ = (count_ + 31) / 32;
+    const uint32_t mine = threadIdx.x % 32 * step_;
+    probes_ = mine < count_;
+    begin_ = probes_ ? append_.update_offsets[first_ + mine] : 0;
+    start_ = probes_ && step_ == 1 ? static_cast<int32_t>(append_.write_position(first_ + mine)) : 0;
+  }
+
+  const KvCacheAppend& append_;
+  int32_t token_;
+  int32_t guess_ = 0;
+  int32_t guess_begin_ = 0;
+  int32_t guess_end_ = 0;
+  int32_t guess_start_ = 0;
+  int32_t end_ = 0;  // of the last sequence
+  uint32_t first_ = 0;
+  uint32_t count_ = 0;
+  uint32_t step_ = 0;
+  bool probes_ = false;
+  int32_t begin_ = 0;
+  int32_t start_ = 0;
+};
+
 __device__ inline TokenOwner find_owner(const KvCacheAppend& append, int64_t batch_token) {
-  const auto token = static_cast<int32_t>(batch_token);
-  if (!append.is_packed()) {
-    const auto sequence =
-        static_cast<int32_t>(static_cast<uint32_t>(token) / static_cast<uint32_t>(append.padded_tokens));
-    const auto start = static_cast<int32_t>(append.write_position(sequence));
-    return {
-        .sequence = sequence, .index = token - sequence * static_cast<int32_t>(append.padded_tokens), .start = start};
-  }
-  const int lane = threadIdx.x % 32;
-  const int32_t* offsets = append.update_offsets;
-  const auto num_sequences = static_cast<int32_t>(append.num_sequences);
-  // A decode step's token t is sequence t's; this guess is on its way together with the search's first probes.
-  const int32_t guess = min(token, num_sequences - 1);
-  const int32_t guess_begin = offsets[guess];
-  const int32_t guess_end = offsets[guess + 1];
-  const auto guess_start = static_cast<int32_t>(append.write_position(guess));
-  const int32_t end = offsets[num_sequences];
-  // The owner is the last of [first, first + count) that begins at the token or before it.
-  int32_t first = 0;
-  int32_t count = num_sequences;
-  while (true) {
-    const int32_t step = (count + 31) / 32;
-    const int32_t mine = first + lane * step;
-    const bool probes = lane * step < count;
-    const int32_t begin = probes ? offsets[mine] : 0;
-    const int32_t start = probes && step == 1 ? static_cast<int32_t>(append.write_position(mine)) : 0;
-    if (guess_begin <= token && token < guess_end) {
-      return {.sequence = guess, .index = token - guess_begin, .start = guess_start};
-    }
-    const uint32_t reached = __ballot_sync(0xffffffffu, probes && begin <= token);
-    if (reached == 0 || token >= end) return {};
-    const int last = 31 - __clz(static_cast<int>(reached));
-    first += last * step;
-    if (step == 1) {
-      return {.sequence = first,
-              .index = token - __shfl_sync(0xffffffffu, begin, last),
-              .start = __shfl_sync(0xffffffffu, start, last)};
-    }
-    count = min(step, count - last * step);
-  }
+  return OwnerSearch(append, batch_token).owner();
 }
 
 /// Where a token's row stands in the cache.
@@ -163,24 +190,47 @@ struct CacheRow {
   bool valid = false;
 };
 
-/// The row of a token with an owner; invalid and flagged when it lies outside the sequence's capacity or its page
-/// outside the pool.
-__device__ inline CacheRow find_cache_row(const KvCacheAppend& append, const CacheFlags& flags,
-                                          const TokenOwner& owner) {
+/// Where a token with an owner goes by the page table, not yet checked: its page is on its way from memory.
+struct CachePlace {
+  int32_t page = 0;
+  uint32_t row = 0;
+  bool in_capacity = false;
+};
+
+__device__ inline CachePlace find_cache_place(const KvCacheAppend& append, const TokenOwner& owner) {
   const int64_t position = int64_t{owner.start} + owner.index;
-  if (owner.start < 0 || owner.index < 0 || position >= append.capacity) {
-    raise_flag(flags.positions);
-    return {};
-  }
+  const bool in_capacity = (owner.start | owner.index) >= 0 && position < append.capacity;
   // Two i32 sum up to less than 2^32 - 1, a page may have more rows.
   const auto page_size = static_cast<uint32_t>(min(append.page_size, int64_t{0xffffffff}));
-  const uint32_t column = static_cast<uint32_t>(position) / page_size;
-  const int64_t page = append.page(owner.sequence, column);
-  if (page < 0 || page >= append.num_pages) {
-    raise_flag(flags.pages);
-    return {};
+  const bool shifts = (page_size & (page_size - 1)) == 0;
+  const uint32_t column = shifts ? static_cast<uint32_t>(position) >> (31 - __clz(static_cast<int>(page_size)))
+                                 : static_cast<uint32_t>(position) / page_size;
+  const int32_t* entry = append.page_table + owner.sequence * append.page_table_stride + column;
+  return {.page = load_if(in_capacity && append.page_table != nullptr, entry, owner.sequence),
+          .row = static_cast<uint32_t>(position) - column * page_size,
+          .in_capacity = in_capacity};
+}
+
+/// False, and flagged, when the place lies outside the sequence's capacity or its page outside the pool.
+__device__ inline bool check_cache_place(const KvCacheAppend& append, const CacheFlags& flags,
+                                         const CachePlace& place) {
+  if (!place.in_capacity) {
+    raise_flag(flags.positions);
+    return false;
   }
-  return {.page = page, .row = position - int64_t{column} * page_size, .valid = true};
+  // Negative ones are above all others; nothing is made of a page before that waits for it.
+  if (static_cast<uint32_t>(place.page) >= static_cast<uint32_t>(min(append.num_pages, int64_t{1} << 31))) {
+    raise_flag(flags.pages);
+    return false;
+  }
+  return true;
+}
+
+/// The row of a token with an owner, checked.
+__device__ inline CacheRow find_cache_row(const KvCacheAppend& append, const CacheFlags& flags,
+                                          const TokenOwner& owner) {
+  const CachePlace place = find_cache_place(append, owner);
+  return {.page = place.page, .row = place.row, .valid = check_cache_place(append, flags, place)};
 }
 
 }  // namespace polyop::cuda

@@ -55,14 +55,17 @@ __device__ void load_floats(const float* from, bool wide, float (&to)[kWidth]) {
   }
 }
 
-/// The angles of a position; zeros, unread, for a lane behind the rotary part.
+/// The angles of a position; angles of 0, nothing read, for a lane behind the rotary part.
 template <int kWidth>
 __device__ Angles<kWidth> load_angles(const RotaryTable& table, int64_t position, const LaneChannels& at, bool wide) {
-  Angles<kWidth> angles = {};
+  Angles<kWidth> angles;
   if (at.rotates) {
     const float* cosines = table.cosines(position) + at.slot * kWidth;
     load_floats(cosines, wide, angles.c);
     load_floats(cosines + table.rotary_dim / 2, wide, angles.s);
+  } else {
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) angles.c[j] = 1.0f, angles.s[j] = 0.0f;
   }
   return angles;
 }

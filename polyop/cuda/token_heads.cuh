@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "polyop/cuda/ptx.cuh"
 #include "polyop/cuda/rotate.cuh"
 #include "polyop/cuda/vectors.cuh"
 
@@ -17,7 +18,8 @@ struct HeadArray {
   int64_t inner_stride = 0;
   int64_t head_stride = 0;
 
-  __device__ char* row(int64_t outer, int64_t inner, int32_t head) const {
+  /// None of the three is negative.
+  __device__ char* row(uint32_t outer, uint32_t inner, uint32_t head) const {
     return data + outer * outer_stride + inner * inner_stride + head * head_stride;
   }
 };
@@ -48,6 +50,7 @@ struct TokenHeads {
     passes_per_piece =
         static_cast<int32_t>(std::clamp<int64_t>(num_tokens * passes / wanted_warps, least, std::max(least, passes)));
     pieces = (passes + passes_per_piece - 1) / passes_per_piece;
+    passes_per_piece = (passes + pieces - 1) / pieces;  // as equal as they can be
   }
 };
 
@@ -56,18 +59,36 @@ struct TokenHeads {
 template <int kKinds, class RowOf>
 class HeadCursor {
  public:
-  /// Stands at pass `pass`; `arrays` are those that row_of reads or writes.
+  /// Stands before pass `pass`; `arrays` are those that row_of reads or writes.
   __device__ HeadCursor(const TokenHeads<kKinds>& heads, const HeadArray* arrays, int32_t pass, const RowOf& row_of)
-      : heads_(heads), arrays_(arrays), row_of_(row_of) {
-    enter(0, pass);
-  }
+      : heads_(heads), arrays_(arrays), row_of_(row_of), skipped_(pass) {}
 
-  __device__ void next() {
+  /// Goes to the next pass; there has to be one.
+  __device__ void next() { ends_kind() ? enter_kind() : step(); }
+
+  /// No further pass of its kind; true at first.
+  [[nodiscard]] __device__ bool ends_kind() const { return passes_left_ == 0; }
+  /// Goes on with the same kind.
+  __device__ void step() {
     heads_left_ -= 32 >> heads_.log2_lanes;
     row_ += stride_;
-    if (--passes_left_ == 0) enter(kind_ + 1, 0);
+    --passes_left_;
   }
 
+  /// Goes to the first pass of the next kind, at first to that which it stands before.
+  __device__ void enter_kind() {
+    ++kind_;
+    while (skipped_ >= heads_.num_passes[kind_]) skipped_ -= heads_.num_passes[kind_++];
+    const int32_t lane = threadIdx.x % 32;
+    const int32_t head = (skipped_ << (5 - heads_.log2_lanes)) + (lane >> heads_.log2_lanes);
+    passes_left_ = heads_.num_passes[kind_] - skipped_ - 1;
+    heads_left_ = heads_.num_heads[kind_] - head;
+    stride_ = arrays_[kind_].head_stride << (5 - heads_.log2_lanes);
+    row_ = row_of_(kind_, head);
+    skipped_ = 0;
+  }
+
+  /// False for a lane without a head in this pass.
   [[nodiscard]] __device__ bool is_valid() const { return heads_left_ > 0; }
   [[nodiscard]] __device__ int32_t kind() const { return kind_; }
   /// Among its kind; of a valid pass.
@@ -75,25 +96,12 @@ class HeadCursor {
   [[nodiscard]] __device__ char* row() const { return row_; }
 
  private:
-  /// Goes to pass `pass` counted from the first of `kind`.
-  __device__ void enter(int32_t kind, int32_t pass) {
-    while (kind < kKinds && pass >= heads_.num_passes[kind]) pass -= heads_.num_passes[kind++];
-    kind_ = kind;
-    heads_left_ = 0;
-    if (kind >= kKinds) return;
-    const auto lane = static_cast<int32_t>(threadIdx.x % 32);
-    const int32_t head = (pass << (5 - heads_.log2_lanes)) + (lane >> heads_.log2_lanes);
-    passes_left_ = heads_.num_passes[kind] - pass;
-    heads_left_ = heads_.num_heads[kind] - head;
-    stride_ = arrays_[kind].head_stride << (5 - heads_.log2_lanes);
-    row_ = row_of_(kind, head);
-  }
-
   const TokenHeads<kKinds>& heads_;
   const HeadArray* arrays_;
   const RowOf& row_of_;
-  int32_t kind_ = 0;
-  int32_t passes_left_ = 0;  // of its kind, this one counted
+  int32_t skipped_;
+  int32_t kind_ = -1;
+  int32_t passes_left_ = 0;  // of its kind, behind this one
   int32_t heads_left_ = 0;   // of its kind from the lane's own one on
   int64_t stride_ = 0;
   char* row_ = nullptr;
@@ -105,11 +113,36 @@ struct HeadWords {
   uint4 high = {};
 };
 
-template <class T>
-__device__ HeadWords load_head(const char* row, const LaneChannels& at) {
-  const T* head = reinterpret_cast<const T*>(row);
-  return {load_words<16>(head + at.low), load_words<16>(head + at.high)};
-}
+/// Heads on their way from memory, kStages passes of one warp: they wait in shared memory instead of in registers, each
+/// lane's own words, so that lanes never wait for each other.
+template <class T, int kStages>
+class HeadStages {
+ public:
+  /// `slots`: kStages * 64 of the warp, shared memory.
+  __device__ explicit HeadStages(uint4* slots) : mine_(slots + threadIdx.x % 32) {}
+
+  /// Starts the copy of a lane's channels of the head at `row` when `valid`. To be called kStages times, and then once
+  /// behind each take().
+  __device__ void fetch(const char* row, const LaneChannels& at, bool valid) {
+    if (valid) {
+      const T* head = reinterpret_cast<const T*>(row);
+      copy_async_16(shared_address(mine_ + stage_), head + at.low, true);
+      copy_async_16(shared_address(mine_ + stage_ + 32), head + at.high, true);
+    }
+    copy_async_commit();
+    stage_ = stage_ == (kStages - 1) * 64 ? 0 : stage_ + 64;
+  }
+
+  /// The words of the oldest fetch; of no meaning when that was not valid.
+  __device__ HeadWords take() {
+    copy_async_wait<kStages - 1>();
+    return {mine_[stage_], mine_[stage_ + 32]};
+  }
+
+ private:
+  uint4* mine_;
+  int32_t stage_ = 0;  // the oldest
+};
 
 template <class T>
 __device__ void store_head(char* row, const LaneChannels& at, const HeadWords& words) {

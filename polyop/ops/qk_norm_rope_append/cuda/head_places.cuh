@@ -21,19 +21,31 @@ struct TokenPlace {
   bool has_slot = false;
 };
 
-/// All 32 lanes of a warp call it with the same token.
-__device__ inline TokenPlace find_token(const QkNormRopeAppendProblem& p, const Flags& flags, int64_t token) {
-  TokenPlace place = {.owner = find_owner(p.append, token)};
-  if (place.owner.sequence < 0) return place;
-  place.position = p.position(token, int64_t{place.owner.start} + place.owner.index);
-  if (p.rotary.position_ids != nullptr && place.position == QkNormRopeAppendProblem::kNoSlot) return place;
-  if (place.position < 0 || place.position >= p.rotary.num_positions) {
-    raise_flag(p.rotary.position_ids != nullptr ? flags.position_ids : flags.cache.positions);
+/// The search for a token's place, whose first reads are on their way once it is made. All 32 lanes of a warp make it
+/// with the same token and ask for the place.
+class TokenSearch {
+ public:
+  __device__ TokenSearch(const QkNormRopeAppendProblem& p, int64_t token)
+      : p_(p), owner_(p.append, token), position_id_(p.position(token, 0)) {}
+
+  __device__ TokenPlace place(const Flags& flags) {
+    TokenPlace place = {.owner = owner_.owner()};
+    if (place.owner.sequence < 0) return place;
+    const bool given = p_.rotary.position_ids != nullptr;
+    place.position = given ? position_id_ : int64_t{place.owner.start} + place.owner.index;
+    if (static_cast<uint64_t>(place.position) < static_cast<uint64_t>(p_.rotary.num_positions)) {
+      place.has_slot = true;
+    } else if (!given || place.position != QkNormRopeAppendProblem::kNoSlot) {
+      raise_flag(given ? flags.position_ids : flags.cache.positions);
+    }
     return place;
   }
-  place.has_slot = true;
-  return place;
-}
+
+ private:
+  const QkNormRopeAppendProblem& p_;
+  OwnerSearch owner_;
+  int64_t position_id_;
+};
 
 enum class HeadKind : int { kQuery, kKey, kValue };
 
@@ -97,8 +109,16 @@ __device__ float weight_at(const HeadNorm& norm, int64_t channel) {
                                           : to_float(static_cast<const T*>(norm.weight)[channel]);
 }
 
-__device__ inline float norm_factor(float sum_of_squares, int64_t head_dim, float epsilon) {
-  return __frsqrt_rn(fmaf(sum_of_squares, __frcp_rn(static_cast<float>(head_dim)), epsilon));
+/// "rsqrt.approx.ftz": 1 / sqrt(x) within 2^-22.9 of it; infinity for zeros and subnormal numbers.
+__device__ inline float reciprocal_root(float x) {
+  float result;
+  asm("rsqrt.approx.ftz.f32 %0, %1;\n" : "=f"(result) : "f"(x));
+  return result;
+}
+
+/// `per_channel`: 1 / D.
+__device__ inline float norm_factor(float sum_of_squares, float per_channel, float epsilon) {
+  return reciprocal_root(fmaf(sum_of_squares, per_channel, epsilon));
 }
 
 /// Sum over neighbouring lanes, `lanes` a power of two; every lane of the warp takes part.

@@ -6,13 +6,14 @@
 // Layout    D dense; every other stride free; 16-byte accesses where addresses and strides allow, else single elements
 // Work      a warp takes one token, or with few tokens a share of its heads, in passes over heads of one kind; a head
 //           takes D / (2 · 16 bytes) neighbouring lanes, rounded up to a power of two, so that its sum of squares is a
-//           few shuffles. A lane reads its channels of the first head and looks up sequence, position, page and angles
-//           while they are on their way; then the next head's loads go ahead of the stores of this one
+//           few shuffles. Two passes of heads are always on their way to shared memory, the first two while the warp
+//           looks up sequence, position, page, angles and weights; the norm of the first head hides the last of these.
+//           Angles and weights are multiplied once for all heads of a kind
 // Memory    q, k and v read once, q_out and the cache rows written once; cos_sin 4 Drot bytes a token and warp, cached
 // Roofline  bandwidth: (2 Hq + 4 Hkv) D bytes of dtype a token; target 90% of a copy from 4096 tokens on, see
 //           docs/performance.md; few tokens: two dependent reads (offsets and positions, then page and angles)
-// Numerics  f32 throughout, the reciprocal root correctly rounded, one rounding to the dtype; a quantized key is that
-//           divided by the scale and rounded. Bound in README.md. The same bits for any share of heads
+// Numerics  f32 throughout, one rounding to the dtype; a quantized key is that divided by the scale and rounded. Bound
+//           in README.md. The same bits for any share of heads
 // Limits    none; a token without a slot is left out; one whose position lies outside cos_sin is left out and flagged;
 //           a row outside the cache is not stored and flagged
 #include <cuda_runtime.h>
@@ -24,15 +25,20 @@
 #include "polyop/cuda/error_flags.h"
 #include "polyop/cuda/kv_cache_rows.cuh"
 #include "polyop/cuda/launch.h"
+#include "polyop/cuda/ptx.cuh"
 #include "polyop/cuda/rotate.cuh"
 #include "polyop/cuda/token_heads.cuh"
 #include "polyop/cuda/vectors.cuh"
 #include "polyop/ops/qk_norm_rope_append/cuda/head_places.cuh"
+#include "polyop/ops/qk_norm_rope_append/cuda/head_vectors.cuh"
 #include "polyop/ops/qk_norm_rope_append/qk_norm_rope_append_problem.h"
 
 namespace polyop::cuda {
 namespace {
 
+constexpr auto kQuery = static_cast<int32_t>(HeadKind::kQuery);
+constexpr auto kValue = static_cast<int32_t>(HeadKind::kValue);
+constexpr int kStages = 2;  // passes of a warp on their way
 constexpr int kWarps = 2;
 constexpr int kThreads = 32 * kWarps;
 /// Blocks wanted on a multiprocessor: as many as leave the registers that a kernel needs. Where they spill, a call with
@@ -42,135 +48,116 @@ constexpr int kWarpsWanted = 64;  // on a multiprocessor, before a warp takes mo
 
 // ---- vectors --------------------------------------------------------------------------------------------------------
 
-/// kWidth channels from `channel` on, quantized.
-template <class Stored, int kWidth>
-__device__ void store_quantized(char* row, int32_t channel, const float (&values)[kWidth], const Divisor& divisor) {
-  *reinterpret_cast<Words<kWidth>*>(row + channel) = quantize<Stored>(values, divisor);
-}
-
-/// What a cache of 8 bits holds of a key or value that is rounded to its own type already.
-template <class T, int kWidth>
-__device__ void store_quantized_head(char* row, DType dtype, float scale, const LaneChannels& at,
-                                     const HeadWords& words) {
-  const Divisor divisor(scale);
-  float low[kWidth];
-  float high[kWidth];
-  to_floats<T>(words.low, low);
-  to_floats<T>(words.high, high);
-  if (dtype == DType::kI8) {
-    store_quantized<int8_t>(row, at.low, low, divisor);
-    store_quantized<int8_t>(row, at.high, high, divisor);
-  } else {
-    store_quantized<Fp8>(row, at.low, low, divisor);
-    store_quantized<Fp8>(row, at.high, high, divisor);
-  }
-}
-
-/// A lane's weights of a kind, read long before they are needed; nothing when they are wider than T.
-template <class T>
-__device__ HeadWords load_weights(const HeadNorm& norm, const LaneChannels& at) {
-  if (sizeof(T) < sizeof(float) && norm.weight_dtype == DType::kF32) return {};
-  const T* weights = static_cast<const T*>(norm.weight);
-  return {__ldg(reinterpret_cast<const uint4*>(weights + at.low)),
-          __ldg(reinterpret_cast<const uint4*>(weights + at.high))};
-}
-
-/// x scaled by the norm: kWidth channels from `channel` on, `words` their weights as load_weights read them.
-template <class T, int kWidth>
-__device__ void apply_norm(const HeadNorm& norm, float factor, int32_t channel, const uint4& words, float* x) {
-  float weights[kWidth];
-  if (sizeof(T) < sizeof(float) && norm.weight_dtype == DType::kF32) {
-    load_floats(static_cast<const float*>(norm.weight) + channel, true, weights);
-  } else {
-    to_floats<T>(words, weights);
-  }
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) x[j] = __fmul_rn(__fmul_rn(x[j], factor), weights[j]);
-}
-
 // A lane's slot in a head is described at LaneChannels; kWidth elements are 16 bytes.
 template <class T, int kWidth, bool kInterleaved, bool kNorms, bool kQuantizes>
 __global__ void __launch_bounds__(kThreads, blocks_wanted(kNorms))
     append_vectors_kernel(const __grid_constant__ QkNormRopeAppendProblem p,
-                          const __grid_constant__ TokenHeads<3> heads, const Flags flags) {
+                          const __grid_constant__ TokenHeads<3> heads, const Flags flags, const float per_channel) {
+  __shared__ uint4 slots[kWarps][kStages * 64];
   let_next_kernel_start();
-  wait_for_earlier_work();
   const auto token = static_cast<int32_t>(blockIdx.x * kWarps + threadIdx.x / 32);
-  if (token >= p.append.num_tokens) {
-    if (token == p.append.num_tokens && blockIdx.y == 0) check_offsets(p.append, flags.cache);
-    return;
-  }
-  const int32_t slot = static_cast<int32_t>(threadIdx.x % 32) & ((1 << heads.log2_lanes) - 1);
+  const int lanes = 1 << heads.log2_lanes;
+  const int32_t slot = static_cast<int32_t>(threadIdx.x % 32) & (lanes - 1);
   const bool has_channels = slot < static_cast<int32_t>(p.append.head_dim) / (2 * kWidth);
   const LaneChannels at = lane_channels<kWidth, kInterleaved>(p.rotary, slot);
   const int32_t first = static_cast<int32_t>(blockIdx.y) * heads.passes_per_piece;
   const int32_t end = min(first + heads.passes_per_piece, heads.num_passes[0] + 2 * heads.num_passes[1]);
-  const auto row_of_x = [&](int32_t kind, int32_t head) { return heads.from[kind].row(token, 0, head); };
+  const auto row_of_x = [&](int32_t of_kind, int32_t head) { return heads.from[of_kind].row(token, 0, head); };
   HeadCursor<3, decltype(row_of_x)> source(heads, heads.from, first, row_of_x);
-  const auto load = [&](int32_t number) {
-    HeadWords words;
-    if (number < end) {
-      if (source.is_valid() && has_channels) words = load_head<T>(source.row(), at);
-      source.next();
-    }
-    return words;
+  HeadStages<T, kStages> stages(slots[threadIdx.x / 32]);
+  source.next();
+  const auto fetch = [&](int32_t number) {
+    stages.fetch(source.row(), at, number < end && source.is_valid() && has_channels);
+    if (number + 1 < end) source.next();
   };
-  int32_t weights_kind = source.kind();
-  HeadWords words = load(first);
-  HeadWords weights;
-  if constexpr (kNorms) {
-    if (has_channels) weights = load_weights<T>(weights_kind == 0 ? p.q_norm : p.k_norm, at);
+  wait_for_earlier_work();
+  if (token >= p.append.num_tokens) {
+    if (token == p.append.num_tokens && blockIdx.y == 0) check_offsets(p.append, flags.cache);
+    return;
   }
-  // The first head is on its way while the token's place and its angles are looked up.
-  const TokenPlace place = find_token(p, flags, token);
-  if (!place.has_slot) return;
-  const Angles<kWidth> angles = load_angles<kWidth>(p.rotary, place.position, at, true);
-  const CacheRow row = find_cache_row(p.append, flags.cache, place.owner);
-  const auto row_of_result = [&](int32_t kind, int32_t head) {
-    const bool in_cache = kind != static_cast<int32_t>(HeadKind::kQuery);
-    return heads.to[kind].row(in_cache ? row.page : token, in_cache ? row.row : 0, head);
+  TokenSearch search(p, token);
+  // The heads are on their way while the token's place and its angles are looked up.
+#pragma unroll 1
+  for (int32_t stage = 0; stage < kStages; ++stage) fetch(first + stage);
+  int32_t kind = (first >= heads.num_passes[0]) + (first >= heads.num_passes[0] + heads.num_passes[1]);
+  const LaneChannels readable = has_channels ? at : LaneChannels{};
+  const auto norm_of_kind = [&]() -> const HeadNorm& { return kind == kQuery ? p.q_norm : p.k_norm; };
+  HeadWords weights;
+  if constexpr (kNorms) weights = load_weights<T>(norm_of_kind(), readable);
+  const TokenPlace token_place = search.place(flags);
+  if (!token_place.has_slot) {
+    copy_async_wait_all();  // nothing may arrive behind the block's end
+    return;
+  }
+  CachePlace place;
+  bool has_row = false;  // once the page has arrived
+  const auto row_of_result = [&](int32_t of_kind, int32_t head) {
+    const bool in_cache = of_kind != kQuery;
+    return heads.to[of_kind].row(in_cache ? place.page : token, in_cache ? place.row : 0, head);
   };
   HeadCursor<3, decltype(row_of_result)> target(heads, heads.to, first, row_of_result);
-  for (int32_t number = first; number < end; ++number, target.next()) {
-    const HeadWords next = load(number + 1);
-    const auto kind = static_cast<HeadKind>(target.kind());
-    if (kind != HeadKind::kValue && (kNorms || at.rotates)) {
-      float x[2 * kWidth];
-      to_floats<T>(words.low, x);
-      to_floats<T>(words.high, x + kWidth);
-      if constexpr (kNorms) {
-        float sum = 0.0f;
-        float other = 0.0f;
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) {
-          sum = fmaf(x[j], x[j], sum);
-          other = fmaf(x[kWidth + j], x[kWidth + j], other);
-        }
-        // Every lane of the warp takes part, those without channels with zeros.
-        const float factor = norm_factor(sum_over(sum + other, 1 << heads.log2_lanes), p.append.head_dim, p.epsilon);
-        if (has_channels) {
-          const HeadNorm& norm = kind == HeadKind::kQuery ? p.q_norm : p.k_norm;
-          if (target.kind() != weights_kind) {
-            weights_kind = target.kind();
-            weights = load_weights<T>(norm, at);
-          }
-          apply_norm<T, kWidth>(norm, factor, at.low, weights.low, x);
-          apply_norm<T, kWidth>(norm, factor, at.high, weights.high, x + kWidth);
-        }
-      }
-      if (at.rotates) rotate_lane<kWidth, kInterleaved>(angles, x);
-      words = {from_floats<T>(x), from_floats<T>(x + kWidth)};
+  const auto store = [&](const HeadWords& words) {
+    const bool in_cache = target.kind() != kQuery;
+    if (!target.is_valid() || !has_channels || (in_cache && !has_row)) return;
+    if (kQuantizes && in_cache) {
+      const float scale = kv_cache_scale(p.append.planes[target.kind() - 1], target.head());
+      store_quantized_head<T, kWidth>(target.row(), p.append.cache_dtype, scale, at, words);
+    } else {
+      store_head<T>(target.row(), at, words);
     }
-    const bool in_cache = kind != HeadKind::kQuery;
-    if (target.is_valid() && has_channels && (!in_cache || row.valid)) {
-      if (kQuantizes && in_cache) {
-        const float scale = kv_cache_scale(p.append.planes[kind == HeadKind::kKey ? 0 : 1], target.head());
-        store_quantized_head<T, kWidth>(target.row(), p.append.cache_dtype, scale, at, words);
-      } else {
-        store_head<T>(target.row(), at, words);
+  };
+  int32_t number = first;
+  if constexpr (kNorms) {
+    // Every read of a kind is on its way before anything waits for one of them, the norm of its first head among these.
+#pragma unroll 1
+    while (kind != kValue) {
+      const Angles<kWidth> angles = load_angles<kWidth>(p.rotary, token_place.position, readable, true);
+      place = find_cache_place(p.append, token_place.owner);
+      float factor = head_factor<T, kWidth>(stages.take(), lanes, has_channels, per_channel, p.epsilon);
+      const PairFactors<kWidth> factors =
+          pair_factors<T, kWidth, kInterleaved>(norm_of_kind(), weights, angles, readable);
+      target.enter_kind();
+      has_row = check_cache_place(p.append, flags.cache, place);
+      bool has_factor = true;
+#pragma unroll 1
+      while (true) {
+        const HeadWords words = stages.take();
+        fetch(number + kStages);
+        if (!has_factor) factor = head_factor<T, kWidth>(words, lanes, has_channels, per_channel, p.epsilon);
+        store(norm_and_rotate<T, kWidth, kInterleaved>(words, factor, factors));
+        if (++number == end) return;
+        if (target.ends_kind()) break;
+        target.step();
+        has_factor = false;
       }
+      kind = target.kind() + 1;
+      weights = load_weights<T>(norm_of_kind(), readable);
     }
-    words = next;
+    place = find_cache_place(p.append, token_place.owner);
+    target.enter_kind();
+    has_row = check_cache_place(p.append, flags.cache, place);
+#pragma unroll 1
+    while (true) {
+      const HeadWords words = stages.take();
+      fetch(number + kStages);
+      store(words);
+      if (++number == end) return;
+      target.step();
+    }
+  } else {
+    const Angles<kWidth> angles = load_angles<kWidth>(p.rotary, token_place.position, at, true);
+    place = find_cache_place(p.append, token_place.owner);
+    target.enter_kind();
+    has_row = check_cache_place(p.append, flags.cache, place);
+#pragma unroll 1
+    while (true) {
+      HeadWords words = stages.take();
+      fetch(number + kStages);
+      if (target.kind() != kValue && at.rotates) words = rotate_words<T, kWidth, kInterleaved>(words, angles);
+      store(words);
+      if (++number == end) return;
+      target.next();
+    }
   }
 }
 
@@ -201,7 +188,7 @@ __global__ void __launch_bounds__(kThreads)
     return;
   }
   const int lane = threadIdx.x % 32;
-  const TokenPlace place = find_token(p, flags, token);
+  const TokenPlace place = TokenSearch(p, token).place(flags);
   if (!place.has_slot) return;
   const CacheRow row = find_cache_row(p.append, flags.cache, place.owner);
   const Head head = head_of(p, static_cast<int32_t>(item - token * num_heads));
@@ -213,7 +200,7 @@ __global__ void __launch_bounds__(kThreads)
   if (norm.weight != nullptr) {
     float sum = 0.0f;
     for (int64_t i = lane; i < p.append.head_dim; i += 32) sum = fmaf(to_float(x[i]), to_float(x[i]), sum);
-    factor = norm_factor(sum_over(sum, 32), p.append.head_dim, p.epsilon);
+    factor = norm_factor(sum_over(sum, 32), __frcp_rn(static_cast<float>(p.append.head_dim)), p.epsilon);
   }
   const auto load = [&](int64_t channel) {
     const float value = to_float(x[channel]);
@@ -316,7 +303,7 @@ Status launch(const QkNormRopeAppendProblem& p, Stream stream) {
             int64_t{device_numbers().num_multiprocessors} * kWarpsWanted);
   const dim3 blocks(static_cast<unsigned>(p.append.num_tokens / kWarps + 1), static_cast<unsigned>(heads.pieces));
   const auto kernel = p.rotary.interleaved ? kernel_for<T, kWidth, true>(p) : kernel_for<T, kWidth, false>(p);
-  launch_early(kernel, blocks, kThreads, 0, stream, p, heads, flags);
+  launch_early(kernel, blocks, kThreads, 0, stream, p, heads, flags, 1.0f / static_cast<float>(p.append.head_dim));
   return launch_status("qk_norm_rope_append: cuda_heads");
 }
 

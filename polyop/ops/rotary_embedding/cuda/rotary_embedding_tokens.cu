@@ -3,7 +3,7 @@
 // Shapes    q [T, Hq, D] · k [T, Hkv, D] f32, f16, bf16 · cos_sin [Lmax, Drot] f32 · position_ids [T] i32 or i64
 // Layout    D dense; every other stride free; 16-byte accesses where addresses and strides allow, else single elements
 // Work      a warp takes one token, or with few tokens a share of its heads; a lane keeps the cosines and sines of its
-//           channels in registers and walks over the heads, the next one's loads ahead of the stores of this one
+//           channels in registers and walks over the heads, of which two are always on their way to shared memory
 // Memory    q and k read once and written once; cos_sin 4 Drot bytes a token and warp
 // Roofline  bandwidth: 2 T (Hq + Hkv) D bytes of dtype / copy rate; target 90% of a copy from 4096 tokens on, see
 //           docs/performance.md; few tokens: two dependent reads, about 2 us
@@ -15,6 +15,7 @@
 #include "polyop/cuda/early_launch.cuh"
 #include "polyop/cuda/error_flags.h"
 #include "polyop/cuda/launch.h"
+#include "polyop/cuda/ptx.cuh"
 #include "polyop/cuda/rotate.cuh"
 #include "polyop/cuda/token_heads.cuh"
 #include "polyop/cuda/vectors.cuh"
@@ -25,7 +26,8 @@ namespace {
 
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kBlocksWanted = 8;  // on a multiprocessor: many warps wait better than few with more loads each
+constexpr int kBlocksWanted = 8;  // on a multiprocessor
+constexpr int kStages = 2;        // passes of a warp on their way
 constexpr int kWarpsWanted = 64;  // on a multiprocessor, before a warp takes more than one pass
 
 // ---- kernels --------------------------------------------------------------------------------------------------------
@@ -35,37 +37,40 @@ template <class T, int kWidth, bool kInterleaved>
 __global__ void __launch_bounds__(kThreads, kBlocksWanted)
     rotary_vectors_kernel(const __grid_constant__ RotaryEmbeddingProblem p, const __grid_constant__ TokenHeads<2> heads,
                           ErrorFlag position_flag, bool wide_angles) {
+  __shared__ uint4 slots[kWarps][kStages * 64];
   let_next_kernel_start();
-  wait_for_earlier_work();
   const auto token = static_cast<int32_t>(blockIdx.x * kWarps + threadIdx.x / 32);
-  if (token >= p.num_tokens) return;
   const int32_t slot = static_cast<int32_t>(threadIdx.x % 32) & ((1 << heads.log2_lanes) - 1);
-  if (slot >= static_cast<int32_t>(p.head_dim) / (2 * kWidth)) return;
+  if (token >= p.num_tokens || slot >= static_cast<int32_t>(p.head_dim) / (2 * kWidth)) return;
   const LaneChannels at = lane_channels<kWidth, kInterleaved>(p, slot);
   const int32_t first = static_cast<int32_t>(blockIdx.y) * heads.passes_per_piece;
   const int32_t end = min(first + heads.passes_per_piece, heads.num_passes[0] + heads.num_passes[1]);
   const auto row_of_x = [&](int32_t kind, int32_t head) { return heads.from[kind].row(token, 0, head); };
   HeadCursor<2, decltype(row_of_x)> source(heads, heads.from, first, row_of_x);
-  const auto load = [&](int32_t number) {
-    HeadWords words;
-    if (number < end) {
-      if (source.is_valid()) words = load_head<T>(source.row(), at);
-      source.next();
-    }
-    return words;
+  HeadStages<T, kStages> stages(slots[threadIdx.x / 32]);
+  source.next();
+  const auto fetch = [&](int32_t number) {
+    stages.fetch(source.row(), at, number < end && source.is_valid());
+    if (number + 1 < end) source.next();
   };
-  HeadWords words = load(first);
-  // The first head is on its way while the position and its angles are looked up.
+  wait_for_earlier_work();
+  // The heads are on their way while the position and its angles are looked up.
+#pragma unroll 1
+  for (int32_t stage = 0; stage < kStages; ++stage) fetch(first + stage);
   const int64_t position = p.position(token);
   if (position < 0 || position >= p.num_positions) {
     raise_flag(position_flag);
+    copy_async_wait_all();  // nothing may arrive behind the block's end
     return;
   }
   const Angles<kWidth> angles = load_angles<kWidth>(p, position, at, wide_angles);
   const auto row_of_out = [&](int32_t kind, int32_t head) { return heads.to[kind].row(token, 0, head); };
   HeadCursor<2, decltype(row_of_out)> target(heads, heads.to, first, row_of_out);
-  for (int32_t number = first; number < end; ++number, target.next()) {
-    const HeadWords next = load(number + 1);
+#pragma unroll 1
+  for (int32_t number = first; number < end; ++number) {
+    target.next();
+    HeadWords words = stages.take();
+    fetch(number + kStages);
     if (at.rotates) {
       float x[2 * kWidth];
       to_floats<T>(words.low, x);
@@ -74,7 +79,6 @@ __global__ void __launch_bounds__(kThreads, kBlocksWanted)
       words = {from_floats<T>(x), from_floats<T>(x + kWidth)};
     }
     if (target.is_valid()) store_head<T>(target.row(), at, words);
-    words = next;
   }
 }
 
