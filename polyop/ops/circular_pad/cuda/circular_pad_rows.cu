@@ -2,200 +2,187 @@
 // Math      out[..., i] = x[..., (i - left) mod extent]; a copy, no arithmetic
 // Shapes    x [X...] · out [X + pads...], rank 0 to 8, elements of 1, 2, 4 or 8 bytes, any strides
 // Work      axes without padding join their neighbours first; rows longer than kPieceBytes are cut into pieces. A warp
-//           takes a few pieces, a group of its lanes one at a time: the aligned 16-byte blocks of x inside the piece go
-//           to shared memory without passing registers, all other elements are put before and behind them, and
-//           from there the piece leaves in the 16-byte blocks of out, shifted on the way. No warp waits for another
+//           takes a few pieces and counts through the 16-byte blocks of all of them, so that no lane waits for a row's
+//           end: first the blocks of x go to shared memory without passing registers, then the whole blocks of out
+//           leave from there, shifted on the way, and at last the elements at the ends of the pieces one by one. No
+//           warp waits for another
 // Memory    each element of out written once, each element of x read once from device memory (repeats hit a cache);
-//           shared: kPieceBytes a warp and what surrounds a piece
+//           shared: kWarpBytes a warp and what surrounds a piece
 // Roofline  bandwidth: (bytes of out + bytes of x) / copy rate; target 92% of a plain copy
 // Numerics  bits are copied
 // Limits    none; a last axis that is not dense on both sides is copied element by element
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "polyop/cuda/launch.h"
 #include "polyop/cuda/ptx.cuh"
 #include "polyop/ops/circular_pad/circular_pad_problem.h"
+#include "polyop/ops/circular_pad/cuda/row_pieces.cuh"
 
 namespace polyop::cuda {
 namespace {
 
-constexpr int kThreads = 128;
+constexpr int kThreads = 64;
 constexpr int kWarps = kThreads / 32;
-constexpr int kBlockBytes = 16;    // of an access
+constexpr int kBlocksWanted = 16;  // on a multiprocessor
 constexpr int kPieceBytes = 4096;  // of a piece at most
-constexpr int kWarpBytes = 3584;   // of shared memory that a warp fills with short pieces; more means fewer warps
+constexpr int kWarpBytes = 2304;   // of out that a warp writes, in short pieces: more means fewer warps
 
 // ---- device helpers -------------------------------------------------------------------------------------------------
 
-/// What the host knows of all pieces alike.
-struct PiecePlan {
-  int64_t num_pieces = 0;
-  int64_t piece_elements = 0;  // of all pieces of a row but the last
-  uint32_t pieces_per_row = 1;
-  uint32_t pieces_per_warp = 1;
-  int32_t lanes_per_piece = 32;  // power of two
-  int32_t left_bytes = 0;        // room for elements that wrap on the left, whole blocks
-  int32_t slot_bytes = 0;        // shared memory of a piece, whole blocks
-};
-
-/// A run of an output row. It stands at the head of its slot in shared memory; the bytes follow.
-template <class Element>
-struct alignas(kBlockBytes) Piece {
-  const Element* row;  // element 0 of the row of x
-  Element* to;
-  int64_t first;   // index in the unwrapped row of x of the first element; negative on the left
-  int32_t left;    // elements that wrap before the row's own begin
-  int32_t middle;  // elements of the row itself
-  int32_t count;   // all elements
-};
-
-/// Element offsets of an output row and of the row of x it repeats.
-struct RowOffsets {
-  int64_t x = 0;
-  int64_t out = 0;
-};
-
-__device__ inline int64_t wrapped(const CircularPadProblem& p, int32_t axis, int64_t out_index) {
-  const int64_t source = out_index - p.pads_before[axis];
-  return source < 0 || source >= p.x_extents[axis] ? p.source_index(axis, out_index) : source;
-}
-
-template <class Index>
-__device__ RowOffsets row_offsets(const CircularPadProblem& p, Index row) {
-  RowOffsets offsets;
+/// 16 bytes of the 32 in low and high, from the `offset` % 16-th on; offset is a multiple of the element.
+template <int kElementBytes>
+__device__ uint4 shifted(const uint4& low, const uint4& high, uint32_t offset) {
+  uint32_t w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
-  for (int32_t axis = kMaxRank - 2; axis >= 0; --axis) {
-    if (axis >= p.rank - 1) continue;
-    const auto extent = static_cast<Index>(p.out_extents[axis]);
-    const Index rest = row / extent;
-    const auto index = static_cast<int64_t>(row - rest * extent);
-    row = rest;
-    offsets.x += wrapped(p, axis, index) * p.x_strides[axis];
-    offsets.out += index * p.out_strides[axis];
+  for (int i = 0; i < 6; ++i) w[i] = offset & 8 ? w[i + 2] : w[i];
+  if constexpr (kElementBytes <= 4) {
+#pragma unroll
+    for (int i = 0; i < 5; ++i) w[i] = offset & 4 ? w[i + 1] : w[i];
   }
-  return offsets;
+  if constexpr (kElementBytes < 4) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) w[i] = __funnelshift_r(w[i], w[i + 1], offset * 8);
+  }
+  return {w[0], w[1], w[2], w[3]};
 }
 
-template <class Element, class Index>
-__device__ Piece<Element> piece_of(const CircularPadProblem& p, const PiecePlan& plan, Index index) {
-  const int32_t last = p.rank - 1;
-  const Index row = plan.pieces_per_row == 1 ? index : index / static_cast<Index>(plan.pieces_per_row);
-  const int64_t begin =
-      static_cast<int64_t>(index - row * static_cast<Index>(plan.pieces_per_row)) * plan.piece_elements;
-  const RowOffsets offsets = row_offsets<Index>(p, row);
-  const int64_t count = min(plan.piece_elements, p.out_extents[last] - begin);
-  const int64_t first = begin - p.pads_before[last];
-  const int64_t middle_begin = min(max(first, int64_t{0}), first + count);
-  const int64_t middle_end = max(min(first + count, p.x_extents[last]), middle_begin);
-  return {.row = static_cast<const Element*>(p.x) + offsets.x,
-          .to = static_cast<Element*>(p.out) + offsets.out + begin,
-          .first = first,
-          .left = static_cast<int32_t>(middle_begin - first),
-          .middle = static_cast<int32_t>(middle_end - middle_begin),
-          .count = static_cast<int32_t>(count)};
-}
+/// Quotients of small numbers by one divisor of at least 2.
+class SmallDivisor {
+ public:
+  __device__ explicit SmallDivisor(uint32_t divisor) : reciprocal_(0xffffffffu / divisor + 1) {}
+  /// Exact while number * divisor is below 2^32.
+  [[nodiscard]] __device__ uint32_t quotient(uint32_t number) const { return __umulhi(number, reciprocal_); }
 
-/// Bytes that an address lies behind a 16-byte block's begin.
-__device__ inline uint32_t behind_block(const void* address) {
-  return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(address) % kBlockBytes);
-}
+ private:
+  uint32_t reciprocal_;
+};
 
-/// The 16 bytes of shared memory from `address` on, by the one or two blocks that hold them.
-__device__ inline uint4 load_unaligned(const char* address) {
-  const uint32_t offset = behind_block(address);
-  const auto* block = reinterpret_cast<const uint4*>(address - offset);
-  const uint4 low = block[0];
-  if (offset == 0) return low;
-  const uint4 high = block[1];
-  const uint32_t shift = offset % 4 * 8;
-  const auto join = [shift](uint32_t a, uint32_t b) { return __funnelshift_r(a, b, shift); };
-  switch (offset / 4) {
-    case 0:
-      return {join(low.x, low.y), join(low.y, low.z), join(low.z, low.w), join(low.w, high.x)};
-    case 1:
-      return {join(low.y, low.z), join(low.z, low.w), join(low.w, high.x), join(high.x, high.y)};
-    case 2:
-      return {join(low.z, low.w), join(low.w, high.x), join(high.x, high.y), join(high.y, high.z)};
-    default:
-      return {join(low.w, high.x), join(high.x, high.y), join(high.y, high.z), join(high.z, high.w)};
+/// visit(index of a piece, item) for `each` items of every piece, the next 32 by the warp's lanes at once.
+template <class Visit>
+__device__ void for_each_item(uint32_t num_pieces, uint32_t each, const Visit& visit) {
+  each = max(each, 2u);
+  const SmallDivisor by_each(each);
+  for (uint32_t number = threadIdx.x % 32; number < num_pieces * each; number += 32) {
+    const uint32_t index = by_each.quotient(number);
+    visit(index, number - index * each);
   }
 }
 
-/// Where the first element of a piece stands in its slot: its own row's elements are as far from a block as in x.
+/// The pieces of one warp, in its shared memory: slots, each with room left of what is brought, then the descriptions.
+struct WarpPieces {
+  const PiecePlan& plan;
+  char* slots;
+  const Piece* pieces;
+  uint32_t num_pieces;
+
+  [[nodiscard]] __device__ char* slot(uint32_t index) const { return slots + index * plan.slot_bytes; }
+};
+
+/// Starts the copies of the blocks of x, `most` of a piece.
+__device__ inline void fetch_blocks(const WarpPieces& warp, uint32_t most) {
+  const uint32_t slots = shared_address(warp.slots) + warp.plan.left_bytes;
+  for_each_item(warp.num_pieces, most, [&](uint32_t index, uint32_t block) {
+    const Piece& piece = warp.pieces[index];
+    if (block >= static_cast<uint32_t>(piece.from_blocks)) return;
+    copy_async_16(slots + index * warp.plan.slot_bytes + block * kBlockBytes, piece.from + block * kBlockBytes, true);
+  });
+}
+
+/// Puts the other elements, `most` of a piece, beside those that were brought; none is where another is read.
 template <class Element>
-__device__ char* origin_of(const PiecePlan& plan, char* slot, const Piece<Element>& piece) {
-  const uint32_t skew = behind_block(piece.row + piece.first + piece.left);
-  return slot + sizeof(Piece<Element>) + plan.left_bytes + skew - piece.left * static_cast<int32_t>(sizeof(Element));
+__device__ void wrap_elements(const WarpPieces& warp, uint32_t most) {
+  constexpr int kBytes = sizeof(Element);
+  const PiecePlan& plan = warp.plan;
+  const auto extent = static_cast<uint32_t>(min(plan.extent_bytes, int64_t{1} << 30));
+  for_each_item(warp.num_pieces, most, [&](uint32_t index, uint32_t item) {
+    const Piece& piece = warp.pieces[index];
+    auto at = static_cast<int32_t>(item) * kBytes;
+    if (at >= piece.begin) at += piece.end - piece.begin;
+    if (at >= piece.count) return;
+    const char* source = piece.first + at;
+    if (at >= piece.until) {
+      const auto behind = static_cast<uint32_t>(at - piece.until);
+      source = piece.first + piece.until - plan.extent_bytes + (behind < extent ? behind : behind % extent);
+    }
+    char* origin = warp.slot(index) + piece.origin;
+    const int64_t repeated = source - piece.from + plan.left_bytes - piece.origin;  // byte of the piece
+    const bool is_brought = repeated >= piece.begin && repeated < piece.end;
+    *reinterpret_cast<Element*>(origin + at) = is_brought ? *reinterpret_cast<const Element*>(origin + repeated)
+                                                          : __ldg(reinterpret_cast<const Element*>(source));
+  });
 }
 
-/// Starts the copies of the whole blocks of the piece's own part of the row, and puts all other elements around them.
-/// The two never meet in a block: nothing says which of them would be last.
-template <class Element>
-__device__ void gather(const CircularPadProblem& p, const PiecePlan& plan, char* slot, int lane) {
-  constexpr int kPerBlock = kBlockBytes / static_cast<int>(sizeof(Element));
-  const auto piece = *reinterpret_cast<const Piece<Element>*>(slot);
-  auto* origin = reinterpret_cast<Element*>(origin_of(plan, slot, piece));
-  const Element* own = piece.row + piece.first + piece.left;
-  const int before = static_cast<int>((kBlockBytes - behind_block(own)) % kBlockBytes / sizeof(Element));
-  const int blocks = max(piece.middle - before, 0) / kPerBlock;
-  const int begin = piece.left + before;  // element of the first block
-  const uint32_t to = shared_address(origin + begin);
-  for (int i = lane; i < blocks; i += plan.lanes_per_piece) {
-    copy_async_16(to + i * kBlockBytes, own + before + i * kPerBlock, true);
-  }
-  const int32_t last = p.rank - 1;
-  for (int i = lane; i < piece.count - blocks * kPerBlock; i += plan.lanes_per_piece) {
-    const int at = i < begin ? i : i + blocks * kPerBlock;
-    const int64_t source = wrapped(p, last, piece.first + at + p.pads_before[last]);
-    origin[at] = piece.row[source];
-  }
+/// Writes the whole blocks of out, `most` of a piece.
+template <int kElementBytes>
+__device__ void store_blocks(const WarpPieces& warp, uint32_t most) {
+  for_each_item(warp.num_pieces, most, [&](uint32_t index, uint32_t block) {
+    const Piece& piece = warp.pieces[index];
+    if (block >= static_cast<uint32_t>(piece.blocks)) return;
+    const uint32_t offset = static_cast<uint32_t>(piece.origin + piece.lead) + block * kBlockBytes;
+    const auto* words = reinterpret_cast<const uint4*>(warp.slot(index)) + offset / kBlockBytes;
+    const uint4 low = words[0];
+    const uint4 high = words[offset % kBlockBytes == 0 ? 0 : 1];
+    __stcs(reinterpret_cast<uint4*>(piece.to) + block, shifted<kElementBytes>(low, high, offset));
+  });
 }
 
-/// Writes the piece: whole blocks of out, and single elements at both ends.
+/// Writes what is no whole block of out at both ends, `most` elements of a piece.
 template <class Element>
-__device__ void scatter(const PiecePlan& plan, char* slot, int lane) {
-  constexpr int kPerBlock = kBlockBytes / static_cast<int>(sizeof(Element));
-  const auto piece = *reinterpret_cast<const Piece<Element>*>(slot);
-  const char* origin = origin_of(plan, slot, piece);
-  const int to_block = static_cast<int>((kBlockBytes - behind_block(piece.to)) % kBlockBytes / sizeof(Element));
-  const int before = min(to_block, piece.count);
-  const int blocks = (piece.count - before) / kPerBlock;
-  const char* from = origin + before * sizeof(Element);
-  auto* to = reinterpret_cast<uint4*>(piece.to + before);
-  for (int i = lane; i < blocks; i += plan.lanes_per_piece) __stcs(to + i, load_unaligned(from + i * kBlockBytes));
-  for (int i = lane; i < piece.count - blocks * kPerBlock; i += plan.lanes_per_piece) {
-    const int at = i < before ? i : i + blocks * kPerBlock;
-    piece.to[at] = reinterpret_cast<const Element*>(origin)[at];
-  }
+__device__ void store_ends(const WarpPieces& warp, uint32_t most) {
+  for_each_item(warp.num_pieces, most, [&](uint32_t index, uint32_t item) {
+    const Piece& piece = warp.pieces[index];
+    auto at = static_cast<int32_t>(item * sizeof(Element));
+    if (at >= piece.lead) at += piece.blocks * kBlockBytes;
+    if (at >= piece.count) return;
+    *reinterpret_cast<Element*>(piece.to + (at - piece.lead)) =
+        *reinterpret_cast<const Element*>(warp.slot(index) + piece.origin + at);
+  });
 }
 
 // ---- kernels --------------------------------------------------------------------------------------------------------
 
 template <class Element, class Index>
-__global__ void __launch_bounds__(kThreads)
-    circular_pad_pieces_kernel(const CircularPadProblem p, const PiecePlan plan) {
+__global__ void __launch_bounds__(kThreads, kBlocksWanted)
+    circular_pad_pieces_kernel(const __grid_constant__ CircularPadProblem p, const __grid_constant__ PiecePlan plan) {
+  constexpr uint32_t kBytes = sizeof(Element);
+  constexpr uint32_t kAllLanes = 0xffffffffu;
   extern __shared__ uint4 shared_blocks[];
   const uint32_t lane = threadIdx.x % 32;
   const Index first =
       (static_cast<Index>(blockIdx.x) * kWarps + threadIdx.x / 32) * static_cast<Index>(plan.pieces_per_warp);
   if (first >= static_cast<Index>(plan.num_pieces)) return;
-  const auto pieces =
-      static_cast<int>(min(static_cast<Index>(plan.pieces_per_warp), static_cast<Index>(plan.num_pieces) - first));
-  char* slots = reinterpret_cast<char*>(shared_blocks) + threadIdx.x / 32 * plan.pieces_per_warp * plan.slot_bytes;
-  if (static_cast<int>(lane) < pieces) {
-    *reinterpret_cast<Piece<Element>*>(slots + lane * plan.slot_bytes) =
-        piece_of<Element>(p, plan, first + static_cast<Index>(lane));
+  const auto num_pieces =
+      static_cast<uint32_t>(min(static_cast<Index>(plan.pieces_per_warp), static_cast<Index>(plan.num_pieces) - first));
+  char* slots = reinterpret_cast<char*>(shared_blocks) + threadIdx.x / 32 * plan.warp_bytes;
+  auto* pieces = reinterpret_cast<Piece*>(slots + plan.pieces_per_warp * plan.slot_bytes);
+  uint32_t brought = 0;
+  uint32_t wrapped_bytes = 0;
+  uint32_t blocks = 0;
+  uint32_t end_bytes = 0;
+  if (lane < num_pieces) {
+    const Piece piece = piece_of<kBytes, Index>(p, plan, first + static_cast<Index>(lane));
+    pieces[lane] = piece;
+    brought = static_cast<uint32_t>(piece.from_blocks);
+    wrapped_bytes = static_cast<uint32_t>(piece.count - (piece.end - piece.begin));
+    blocks = static_cast<uint32_t>(piece.blocks);
+    end_bytes = static_cast<uint32_t>(piece.count) - blocks * kBlockBytes;
   }
+  wrapped_bytes = __reduce_max_sync(kAllLanes, wrapped_bytes);
+  end_bytes = __reduce_max_sync(kAllLanes, end_bytes);
   __syncwarp();  // shows the pieces to all lanes
-  const int group = static_cast<int>(lane) / plan.lanes_per_piece;
-  const int groups = 32 / plan.lanes_per_piece;
-  const int lane_in_group = static_cast<int>(lane) % plan.lanes_per_piece;
-  for (int i = group; i < pieces; i += groups) gather<Element>(p, plan, slots + i * plan.slot_bytes, lane_in_group);
+  const WarpPieces warp = {plan, slots, pieces, num_pieces};
+  fetch_blocks(warp, __reduce_max_sync(kAllLanes, brought));
   copy_async_wait_all();
-  __syncwarp();  // shows every lane's copies and wrapped elements to all lanes
-  for (int i = group; i < pieces; i += groups) scatter<Element>(plan, slots + i * plan.slot_bytes, lane_in_group);
+  __syncwarp();  // shows every lane's copies to all lanes
+  if (wrapped_bytes > 0) {
+    wrap_elements<Element>(warp, wrapped_bytes / kBytes);
+    __syncwarp();  // shows every lane's elements to all lanes
+  }
+  store_blocks<kBytes>(warp, __reduce_max_sync(kAllLanes, blocks));
+  if (end_bytes > 0) store_ends<Element>(warp, end_bytes / kBytes);
 }
 
 /// A last axis with any strides: one warp a row, element by element.
@@ -208,7 +195,7 @@ __global__ void __launch_bounds__(kThreads)
     const RowOffsets offsets = row_offsets<uint64_t>(p, static_cast<uint64_t>(row));
     for (int64_t at = threadIdx.x % 32; at < p.out_extents[last]; at += 32) {
       static_cast<Element*>(p.out)[offsets.out + at * p.out_strides[last]] =
-          static_cast<const Element*>(p.x)[offsets.x + wrapped(p, last, at) * p.x_strides[last]];
+          static_cast<const Element*>(p.x)[offsets.x + wrapped(p, last, static_cast<uint64_t>(at)) * p.x_strides[last]];
     }
   }
 }
@@ -253,27 +240,38 @@ Status launch(const CircularPadProblem& p, int64_t num_rows, Stream stream) {
     circular_pad_elements_kernel<Element><<<blocks, kThreads, 0, stream_of(stream)>>>(p, num_rows);
     return launch_status("circular_pad: cuda_rows");
   }
-  const auto whole_blocks = [](int64_t bytes) { return (bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes; };
   PiecePlan plan;
   plan.pieces_per_row = static_cast<uint32_t>((width * kElementBytes + kPieceBytes - 1) / kPieceBytes);
-  const int64_t piece_bytes = whole_blocks((width + plan.pieces_per_row - 1) / plan.pieces_per_row * kElementBytes);
+  const int64_t even_share = (width + plan.pieces_per_row - 1) / plan.pieces_per_row * kElementBytes;
+  const int64_t piece_bytes = (even_share + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
   plan.piece_elements = piece_bytes / kElementBytes;
   plan.num_pieces = num_rows * plan.pieces_per_row;
-  plan.left_bytes = static_cast<int32_t>(
-      whole_blocks(std::clamp<int64_t>(p.pads_before[last], 0, plan.piece_elements) * kElementBytes));
-  // Behind the left part up to a block of skew, the piece, and up to a block that load_unaligned reads and drops.
-  const int64_t slot_bytes =
-      static_cast<int64_t>(sizeof(Piece<Element>)) + plan.left_bytes + piece_bytes + 2 * kBlockBytes;
-  plan.slot_bytes = static_cast<int32_t>(slot_bytes);
-  const int64_t fitting = std::clamp<int64_t>(kWarpBytes / slot_bytes, 1, 32);
+  const int64_t fitting = std::clamp<int64_t>(kWarpBytes / piece_bytes, 1, 32);
   plan.pieces_per_warp = static_cast<uint32_t>(std::clamp<int64_t>(plan.num_pieces / wanted_warps, 1, fitting));
-  while (plan.lanes_per_piece > 1 && plan.lanes_per_piece / 2 * kBlockBytes >= piece_bytes) plan.lanes_per_piece /= 2;
+  plan.extent_bytes = p.x_extents[last] * kElementBytes;
+  int64_t span = 1;  // elements
+  for (int32_t axis = 0; axis < p.rank; ++axis) span += (p.x_extents[axis] - 1) * p.x_strides[axis];
+  plan.x_begin = static_cast<const char*>(p.x);
+  plan.x_end = plan.x_begin + span * kElementBytes;
+  // Left of the run that is brought stands the shorter one: the left padding where that is known to be it.
+  const bool is_padding = plan.pieces_per_row == 1 && p.pads_before[last] >= 0 &&
+                          p.pads_before[last] <= p.x_extents[last] && width <= 2 * p.x_extents[last];
+  const int64_t left = is_padding ? p.pads_before[last] * kElementBytes : piece_bytes / 2;
+  plan.left_bytes = static_cast<int32_t>((left + kBlockBytes - 1) / kBlockBytes * kBlockBytes) + kBlockBytes;
+  // Behind it the piece, wherever its run begins in a block, and a block that is read and dropped.
+  plan.slot_bytes = static_cast<uint32_t>(plan.left_bytes + piece_bytes + 2 * kBlockBytes);
+  plan.warp_bytes = plan.pieces_per_warp * (plan.slot_bytes + static_cast<uint32_t>(sizeof(Piece)));
   const int64_t warps = (plan.num_pieces + plan.pieces_per_warp - 1) / plan.pieces_per_warp;
   const auto blocks = static_cast<unsigned>((warps + kWarps - 1) / kWarps);
-  const int shared_bytes = kWarps * static_cast<int>(plan.pieces_per_warp) * plan.slot_bytes;
-  const auto kernel = plan.num_pieces < (int64_t{1} << 30) ? circular_pad_pieces_kernel<Element, uint32_t>
-                                                           : circular_pad_pieces_kernel<Element, uint64_t>;
-  kernel<<<blocks, kThreads, shared_bytes, stream_of(stream)>>>(p, plan);
+  const auto is_small = [](int64_t number) { return std::abs(number) < int64_t{1} << 30; };
+  bool all_small = is_small(plan.num_pieces);
+  for (int32_t axis = 0; axis < p.rank; ++axis) {
+    all_small =
+        all_small && is_small(p.x_extents[axis]) && is_small(p.out_extents[axis]) && is_small(p.pads_before[axis]);
+  }
+  const auto kernel =
+      all_small ? circular_pad_pieces_kernel<Element, uint32_t> : circular_pad_pieces_kernel<Element, uint64_t>;
+  kernel<<<blocks, kThreads, kWarps * plan.warp_bytes, stream_of(stream)>>>(p, plan);
   return launch_status("circular_pad: cuda_rows");
 }
 
