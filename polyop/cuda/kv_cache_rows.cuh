@@ -226,10 +226,11 @@ __device__ inline bool check_cache_place(const KvCacheAppend& append, const Cach
   return true;
 }
 
-/// The row of a token with an owner, checked.
+/// The row of a token with an owner, checked. A row past the end is no fault of an append that skips such rows.
 __device__ inline CacheRow find_cache_row(const KvCacheAppend& append, const CacheFlags& flags,
                                           const TokenOwner& owner) {
   const CachePlace place = find_cache_place(append, owner);
+  if (append.skips_outside && !place.in_capacity && (owner.start | owner.index) >= 0) return {};
   return {.page = place.page, .row = place.row, .valid = check_cache_place(append, flags, place)};
 }
 

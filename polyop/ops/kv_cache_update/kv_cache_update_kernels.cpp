@@ -20,7 +20,7 @@ std::span<const Kernel<KvCacheUpdateProblem>> kv_cache_update_kernels() {
 #ifdef POLYOP_CUDA
       {.name = "cuda_tokens",
        .device = DeviceType::kCuda,
-       .supports = [](const KvCacheUpdateProblem&) { return Status::ok(); },
+       .supports = cuda::supports_store_tokens,
        .workspace_bytes = nullptr,
        .launch = cuda::kv_cache_update_tokens},
 #endif

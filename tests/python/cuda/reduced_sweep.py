@@ -113,11 +113,12 @@ def trt_quantized_attention() -> Iterator[Arguments]:
 
 def trt_kv_cache_update() -> Iterator[Arguments]:
     for width in (64, 10):
-        yield {
-            "past_cache": torch.randn(2, 2, 9, width).half(),
-            "update": torch.randn(2, 2, 3, width).half(),
-            "write_indices": torch.tensor([0, 6], dtype=torch.int32),
-        }
+        update = torch.randn(2, 2, 3, width).half()
+        rows = {"write_indices": torch.tensor([0, 7], dtype=torch.int32)}
+        yield {"past_cache": torch.randn(2, 2, 9, width).half(), "update": update, **rows}
+        packed = {"update": update[0].transpose(0, 1), "update_lengths": offsets_of([2, 1])}
+        rows_first = torch.randn(2, 9, 2, width).half().transpose(1, 2)
+        yield {"past_cache": rows_first, "update_form": "packed_nhd", **packed, **rows}
 
 
 CASES = {

@@ -8,10 +8,14 @@
 // Roofline  bandwidth: (bytes read + bytes written) / copy rate; target 92% of a plain copy, see docs/performance.md;
 //           few tokens: two dependent reads (offsets and positions, page), about 2 us
 // Numerics  copied bits, or one f32 division and one rounding to nearest even: equal to the reference
-// Limits    none; tokens outside their sequence's capacity and pages outside the pool are skipped and flagged
+// Limits    i32 numbers of tokens and vectors; tokens outside their sequence's capacity and pages outside the pool are
+//           skipped and flagged; under offsets that are no cut of the tokens, which are flagged, rows are stored where
+//           they fit
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <limits>
+#include <string>
 #include <type_traits>
 
 #include "polyop/cuda/error_flags.h"
@@ -197,52 +201,75 @@ int access_width(const KvCacheUpdateProblem& p) {
 }
 
 template <class Update, class Cache, int kWidth, bool kJoined>
-Status launch_width(const KvCacheUpdateProblem& p, Stream stream) {
-  const CacheFlags flags = {.offsets = error_flag("kv_cache_update: update_offsets"),
-                            .positions = error_flag("kv_cache_update: write_positions"),
-                            .pages = error_flag("kv_cache_update: page_table")};
+Status launch_width(const KvCacheUpdateProblem& p, const CacheUpdateNames& names, Stream stream) {
+  const CacheFlags flags = {.offsets = error_flag(names.offsets),
+                            .positions = error_flag(names.positions),
+                            .pages = p.page_table == nullptr ? nullptr : error_flag(names.pages)};
   const int64_t vectors = p.num_planes * p.num_kv_heads * (p.head_dim / kWidth);
   const dim3 blocks(static_cast<unsigned>(p.num_tokens / kWarps + 1),
                     static_cast<unsigned>((vectors + kVectorsPerPiece - 1) / kVectorsPerPiece));
   kv_cache_update_kernel<Update, Cache, kWidth, kJoined><<<blocks, kThreads, 0, stream_of(stream)>>>(p, flags);
-  return launch_status("kv_cache_update: cuda_tokens");
+  return launch_status(names.kernel);
 }
 
 template <class Update, class Cache>
-Status launch(const KvCacheUpdateProblem& p, Stream stream) {
+Status launch(const KvCacheUpdateProblem& p, const CacheUpdateNames& names, Stream stream) {
   constexpr int kWidest = 16 / sizeof(Update);
   const int width = access_width(p);
   if (width >= kWidest) {
     const bool joined = joins_heads(p);
-    return joined ? launch_width<Update, Cache, kWidest, true>(join_heads(p), stream)
-                  : launch_width<Update, Cache, kWidest, false>(p, stream);
+    return joined ? launch_width<Update, Cache, kWidest, true>(join_heads(p), names, stream)
+                  : launch_width<Update, Cache, kWidest, false>(p, names, stream);
   }
-  if (width >= 2) return launch_width<Update, Cache, 2, false>(p, stream);
-  return launch_width<Update, Cache, 1, false>(p, stream);
+  if (width >= 2) return launch_width<Update, Cache, 2, false>(p, names, stream);
+  return launch_width<Update, Cache, 1, false>(p, names, stream);
 }
 
 template <class Update>
-Status launch_quantizing(const KvCacheUpdateProblem& p, Stream stream) {
-  return p.cache_dtype == DType::kI8 ? launch<Update, int8_t>(p, stream) : launch<Update, Fp8>(p, stream);
+Status launch_quantizing(const KvCacheUpdateProblem& p, const CacheUpdateNames& names, Stream stream) {
+  return p.cache_dtype == DType::kI8 ? launch<Update, int8_t>(p, names, stream) : launch<Update, Fp8>(p, names, stream);
 }
 
 }  // namespace
 
-Status kv_cache_update_tokens(const KvCacheUpdateProblem& problem, Workspace, Stream stream) {
-  if (problem.num_tokens == 0 || problem.num_kv_heads == 0 || problem.head_dim == 0) return Status::ok();
-  if (problem.num_sequences == 0) return Status::ok();
+Status supports_store_tokens(const KvCacheUpdateProblem& problem) {
+  constexpr int64_t kMostTokens = std::numeric_limits<int32_t>::max() - kThreads;  // a token's number is an i32
+  constexpr int64_t kMostElements = int64_t{65535} * kVectorsPerPiece;             // a grid's second extent
+  if (problem.num_tokens > kMostTokens) {
+    return unsupported("the update has " + std::to_string(problem.num_tokens) + " tokens, at most " +
+                       std::to_string(kMostTokens) + " are taken");
+  }
+  if (problem.num_planes * problem.num_kv_heads * problem.head_dim > kMostElements) {
+    return unsupported("a token has more than " + std::to_string(kMostElements) + " elements");
+  }
+  return Status::ok();
+}
+
+Status store_tokens(const KvCacheUpdateProblem& problem, const CacheUpdateNames& names, Stream stream) {
+  if (problem.num_kv_heads == 0 || problem.head_dim == 0 || problem.num_sequences == 0) return Status::ok();
+  // Without tokens there are still offsets to check.
+  if (problem.num_tokens == 0 && !problem.is_packed()) return Status::ok();
   if (problem.quantizes()) {
     switch (problem.update_dtype) {
       case DType::kF32:
-        return launch_quantizing<float>(problem, stream);
+        return launch_quantizing<float>(problem, names, stream);
       case DType::kF16:
-        return launch_quantizing<__half>(problem, stream);
+        return launch_quantizing<__half>(problem, names, stream);
       default:
-        return launch_quantizing<__nv_bfloat16>(problem, stream);
+        return launch_quantizing<__nv_bfloat16>(problem, names, stream);
     }
   }
-  return dtype_bytes(problem.update_dtype) == 4 ? launch<uint32_t, uint32_t>(problem, stream)
-                                                : launch<uint16_t, uint16_t>(problem, stream);
+  return dtype_bytes(problem.update_dtype) == 4 ? launch<uint32_t, uint32_t>(problem, names, stream)
+                                                : launch<uint16_t, uint16_t>(problem, names, stream);
+}
+
+Status kv_cache_update_tokens(const KvCacheUpdateProblem& problem, Workspace, Stream stream) {
+  return store_tokens(problem,
+                      {.kernel = "kv_cache_update: cuda_tokens",
+                       .offsets = "kv_cache_update: update_offsets",
+                       .positions = "kv_cache_update: write_positions",
+                       .pages = "kv_cache_update: page_table"},
+                      stream);
 }
 
 }  // namespace polyop::cuda

@@ -6,7 +6,7 @@
 #include <limits>
 #include <string>
 
-#include "polyop/ops/kv_cache_update/kv_cache_update_problem.h"
+#include "polyop/ops/kv_cache_update/fronts/trt_kv_cache_update_problem.h"
 
 namespace polyop {
 namespace {
@@ -16,13 +16,6 @@ enum Attribute : int { kUpdateForm, kMode, kAxis };
 
 constexpr int64_t kSequenceAxis = 2;
 constexpr int kCacheRank = 4;
-
-/// The update, and the cache that Y starts from.
-struct CacheUpdate {
-  KvCacheUpdateProblem update;
-  TensorView past;
-  TensorView result;
-};
 
 OpSchema make_schema() {
   const DimExpr sequences = symbol("B");
@@ -73,82 +66,95 @@ OpSchema make_schema() {
       .build();
 }
 
-Status make_problem(const BoundCall& call, CacheUpdate* problem) {
+Status make_problem(const BoundCall& call, TrtKvCacheUpdateProblem* problem) {
   const int64_t axis = call.attributes[kAxis].integer;
   if (axis != kSequenceAxis && axis != kSequenceAxis - kCacheRank) {
     return invalid_argument("trt_kv_cache_update: attribute axis is " + std::to_string(axis) +
                             ", wanted -2 (or 2, the same axis)");
   }
+  const TensorView& past = call.tensor(kPastCache);
   const TensorView& update = call.tensor(kUpdate);
   const TensorView& result = call.tensor(kY);
   const bool is_packed = call.attributes[kUpdateForm].integer != 0;
   const auto numbers = [&call](int operand) {
     return call.has(operand) ? static_cast<const int32_t*>(call.tensor(operand).data) : nullptr;
   };
-  problem->past = call.tensor(kPastCache);
-  problem->result = result;
-  problem->update = {.planes = {KvCachePlane{.cache = result.data,
-                                             .page_stride = result.strides[0],
-                                             .row_stride = result.strides[2],
-                                             .cache_head_stride = result.strides[1],
-                                             .update = update.data,
-                                             .update_sequence_stride = is_packed ? 0 : update.strides[0],
-                                             .update_token_stride = update.strides[is_packed ? 0 : 2],
-                                             .update_head_stride = update.strides[1]}},
-                     .num_planes = 1,
-                     .cache_dtype = result.dtype,
-                     .update_dtype = update.dtype,
-                     .num_sequences = is_packed ? call.tensor(kUpdateLengths).shape[0] - 1 : update.shape[0],
-                     .num_kv_heads = result.shape[1],
-                     .head_dim = result.shape[3],
-                     .page_size = result.shape[kSequenceAxis],
-                     .padded_tokens = is_packed ? 0 : update.shape[2],
-                     .update_offsets = numbers(kUpdateLengths),
-                     .write_positions = numbers(kWriteIndices),
-                     .skips_outside = true};
+  *problem = {.update = {.planes = {KvCachePlane{.cache = result.data,
+                                                 .page_stride = result.strides[0],
+                                                 .row_stride = result.strides[2],
+                                                 .cache_head_stride = result.strides[1],
+                                                 .update = update.data,
+                                                 .update_sequence_stride = is_packed ? 0 : update.strides[0],
+                                                 .update_token_stride = update.strides[is_packed ? 0 : 2],
+                                                 .update_head_stride = update.strides[1]}},
+                         .num_planes = 1,
+                         .cache_dtype = result.dtype,
+                         .update_dtype = update.dtype,
+                         .num_sequences = is_packed ? call.tensor(kUpdateLengths).shape[0] - 1 : update.shape[0],
+                         .num_kv_heads = result.shape[1],
+                         .head_dim = result.shape[3],
+                         .page_size = result.shape[kSequenceAxis],
+                         .num_pages = result.shape[0],
+                         .capacity = result.shape[kSequenceAxis],
+                         .num_tokens = update.shape[0] * (is_packed ? 1 : update.shape[2]),
+                         .padded_tokens = is_packed ? 0 : update.shape[2],
+                         .update_offsets = numbers(kUpdateLengths),
+                         .write_positions = numbers(kWriteIndices),
+                         .skips_outside = true},
+              .past_cache = past.data,
+              .past_sequence_stride = past.strides[0],
+              .past_head_stride = past.strides[1],
+              .past_row_stride = past.strides[2]};
   return Status::ok();
 }
 
-/// Copies the rows of the cache to Y unless both are one.
-void copy_cache(const CacheUpdate& problem) {
-  const TensorView& from = problem.past;
-  const TensorView& to = problem.result;
-  if (from.data == to.data) return;
-  const int64_t item = dtype_bytes(to.dtype);
-  if (from.is_contiguous() && to.is_contiguous()) {
-    if (to.num_elements() > 0) std::memcpy(to.data, from.data, static_cast<size_t>(to.num_elements() * item));
+/// Copies the rows of past_cache to Y unless both are one.
+void copy_past(const TrtKvCacheUpdateProblem& p) {
+  if (p.is_in_place() || p.cache_bytes() == 0) return;
+  const KvCachePlane& result = p.result();
+  if (p.is_dense()) {
+    std::memcpy(result.cache, p.past_cache, static_cast<size_t>(p.cache_bytes()));
     return;
   }
-  for (int64_t b = 0; b < to.shape[0]; ++b) {
-    for (int64_t head = 0; head < to.shape[1]; ++head) {
-      for (int64_t row = 0; row < to.shape[2]; ++row) {
-        const int64_t source = b * from.strides[0] + head * from.strides[1] + row * from.strides[2];
-        const int64_t target = b * to.strides[0] + head * to.strides[1] + row * to.strides[2];
-        std::memcpy(static_cast<char*>(to.data) + target * item, static_cast<const char*>(from.data) + source * item,
-                    static_cast<size_t>(to.shape[3] * item));
+  const int64_t item = dtype_bytes(p.update.cache_dtype);
+  for (int64_t b = 0; b < p.num_sequences(); ++b) {
+    for (int64_t head = 0; head < p.update.num_kv_heads; ++head) {
+      const int64_t source = b * p.past_sequence_stride + head * p.past_head_stride;
+      const int64_t target = b * result.page_stride + head * result.cache_head_stride;
+      for (int64_t row = 0; row < p.update.page_size; ++row) {
+        std::memcpy(static_cast<char*>(result.cache) + (target + row * result.row_stride) * item,
+                    static_cast<const char*>(p.past_cache) + (source + row * p.past_row_stride) * item,
+                    static_cast<size_t>(p.row_bytes()));
       }
     }
   }
 }
 
 template <Status (*kStore)(const KvCacheUpdateProblem&, Workspace, Stream)>
-Status copy_and_store(const CacheUpdate& problem, Workspace workspace, Stream stream) {
-  copy_cache(problem);
+Status copy_and_store(const TrtKvCacheUpdateProblem& problem, Workspace workspace, Stream stream) {
+  copy_past(problem);
   return kStore(problem.update, workspace, stream);
 }
 
-std::span<const Kernel<CacheUpdate>> kernels() {
-  static constexpr Kernel<CacheUpdate> kKernels[] = {
+std::span<const Kernel<TrtKvCacheUpdateProblem>> kernels() {
+  static constexpr Kernel<TrtKvCacheUpdateProblem> kKernels[] = {
       {.name = "cpu_runs",
        .device = DeviceType::kCpu,
-       .supports = [](const CacheUpdate&) { return Status::ok(); },
+       .supports = [](const TrtKvCacheUpdateProblem&) { return Status::ok(); },
        .workspace_bytes = nullptr,
        .launch = copy_and_store<cpu::kv_cache_update_runs>},
       {.name = "reference",
        .device = DeviceType::kCpu,
-       .supports = [](const CacheUpdate&) { return Status::ok(); },
+       .supports = [](const TrtKvCacheUpdateProblem&) { return Status::ok(); },
        .workspace_bytes = nullptr,
        .launch = copy_and_store<kv_cache_update_reference>},
+#ifdef POLYOP_CUDA
+      {.name = "cuda_tokens",
+       .device = DeviceType::kCuda,
+       .supports = cuda::supports_trt_kv_cache_update_tokens,
+       .workspace_bytes = nullptr,
+       .launch = cuda::trt_kv_cache_update_tokens},
+#endif
   };
   return kKernels;
 }
@@ -156,7 +162,7 @@ std::span<const Kernel<CacheUpdate>> kernels() {
 }  // namespace
 
 std::unique_ptr<Operator> make_trt_kv_cache_update_operator() {
-  return std::make_unique<OperatorOver<CacheUpdate>>(make_schema(), make_problem, kernels());
+  return std::make_unique<OperatorOver<TrtKvCacheUpdateProblem>>(make_schema(), make_problem, kernels());
 }
 
 }  // namespace polyop
