@@ -33,6 +33,19 @@ __device__ inline void copy_async_wait() {
 /// "cp.async.wait_all": every copy of this thread has arrived.
 __device__ inline void copy_async_wait_all() { asm volatile("cp.async.wait_all;\n" ::: "memory"); }
 
+/// "prefetch" of the line at `address` into the second-level cache: its page is known sooner, too.
+__device__ inline void prefetch_line(const void* address) { asm volatile("prefetch.global.L2 [%0];\n" ::"l"(address)); }
+
+/// "ld.global" under a predicate: *from where `valid`, else `otherwise`. Without a branch, behind which the value would
+/// have to have arrived.
+__device__ inline int32_t load_if(bool valid, const int32_t* from, int32_t otherwise) {
+  int32_t value = otherwise;
+  asm volatile("{\n.reg .pred valid;\nsetp.ne.s32 valid, %2, 0;\n@valid ld.global.s32 %0, [%1];\n}\n"
+               : "+r"(value)
+               : "l"(from), "r"(static_cast<int32_t>(valid)));
+  return value;
+}
+
 /// "mbarrier.init": `count` arrivals complete a phase.
 __device__ inline void barrier_init(uint32_t barrier, uint32_t count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(barrier), "r"(count) : "memory");
@@ -115,6 +128,23 @@ __device__ inline float exp2_approximate(float x) {
 __device__ inline uint32_t fetch_add(uint32_t* counter, uint32_t count) {
   uint32_t old;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;\n" : "=r"(old) : "l"(counter), "r"(count) : "memory");
+  return old;
+}
+
+/// "rsqrt.approx.ftz": 1 / sqrt(x) within 2^-22.9 of it; infinity for zeros and subnormal numbers.
+__device__ inline float reciprocal_root(float x) {
+  float result;
+  asm("rsqrt.approx.ftz.f32 %0, %1;\n" : "=f"(result) : "f"(x));
+  return result;
+}
+
+/// "fence" .acq_rel at device scope.
+__device__ inline void fence_device() { asm volatile("fence.acq_rel.gpu;\n" ::: "memory"); }
+
+/// "atom" with .release at device scope: the same, but what others wrote is seen behind a fence_device only.
+__device__ inline uint32_t fetch_add_released(uint32_t* counter, uint32_t count) {
+  uint32_t old;
+  asm volatile("atom.release.gpu.global.add.u32 %0, [%1], %2;\n" : "=r"(old) : "l"(counter), "r"(count) : "memory");
   return old;
 }
 

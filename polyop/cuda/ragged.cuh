@@ -5,6 +5,14 @@
 
 namespace polyop::cuda {
 
+/// Sum of the values of all lanes, to all; all 32 lanes of a warp call it.
+template <class T>
+__device__ inline T warp_sum(T value) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(0xffffffffu, value, step);
+  return value;
+}
+
 /// Sum of the values of lanes 0 to this one; all 32 lanes of a warp call it.
 template <class T>
 __device__ inline T warp_prefix_sum(T value) {

@@ -1,4 +1,4 @@
-// Accesses to memory: up to 16 bytes a thread, one under a predicate, and the widest that pointers and strides allow.
+// Vector accesses: up to 16 bytes a thread, and the widest access that pointers and strides allow.
 #pragma once
 
 #include <cstdint>
@@ -23,16 +23,6 @@ using Words = std::conditional_t<
 template <int kBytes>
 __device__ inline Words<kBytes> load_words(const void* address) {
   return __ldcs(static_cast<const Words<kBytes>*>(address));
-}
-
-/// "ld.global" under a predicate: *from where `valid`, else `otherwise`. Without a branch, behind which the value would
-/// have to have arrived.
-__device__ inline int32_t load_if(bool valid, const int32_t* from, int32_t otherwise) {
-  int32_t value = otherwise;
-  asm volatile("{\n.reg .pred valid;\nsetp.ne.s32 valid, %2, 0;\n@valid ld.global.s32 %0, [%1];\n}\n"
-               : "+r"(value)
-               : "l"(from), "r"(static_cast<int32_t>(valid)));
-  return value;
 }
 
 /// Collects addresses and distances in bytes; `widest` is the largest power of two, at most 16, that divides them all.

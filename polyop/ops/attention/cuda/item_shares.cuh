@@ -1,4 +1,5 @@
 // How the items of a batch, in their order, are shared out to the blocks of a launch, from lengths on the device.
+// Blocks come in teams of neighbours, which get the same items: each member has a head of its own, or a row tile.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,80 +12,63 @@ namespace polyop::cuda {
 
 __host__ __device__ inline int32_t divide_up(int32_t a, int32_t b) { return (a + b - 1) / b; }
 
-/// The items of all sequences, in their order, are shared out: equal counts, the first blocks one more.
-struct ItemShares {
-  int32_t base = 0;
-  int32_t extra = 0;
+/// a / b, rounded down; the division of 64 bits is slow.
+[[nodiscard]] __device__ inline int64_t quotient(int64_t a, int64_t b) {
+  if (((a | b) >> 32) == 0) return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
+  return a / b;
+}
 
-  [[nodiscard]] __device__ int32_t start(int32_t block) const { return block * base + min(block, extra); }
-  [[nodiscard]] __device__ int32_t count(int32_t block) const { return base + (block < extra ? 1 : 0); }
-  [[nodiscard]] __device__ int32_t block_of(int32_t item) const {
-    const int32_t larger = extra * (base + 1);  // items of the first blocks
-    return item < larger ? item / (base + 1) : extra + (item - larger) / base;
-  }
+[[nodiscard]] __device__ inline int32_t quotient(int32_t a, int32_t b) {
+  return static_cast<int32_t>(static_cast<uint32_t>(a) / static_cast<uint32_t>(b));
+}
+
+/// First item of a sequence, whose items begin at `before`, that begins at `cost` or later.
+template <class Cost>
+[[nodiscard]] __device__ inline int32_t first_item_from(Cost cost, Cost before, int32_t item_cost) {
+  return cost <= before ? 0 : static_cast<int32_t>(quotient(cost - before + item_cost - 1, Cost{item_cost}));
+}
+
+/// A team's share of the items: neighbours in the list of all items, of `share` cost together; an item is the team's in
+/// whose share it begins. Cost: int32_t or int64_t, which holds the cost of all items and a share more.
+template <class Cost>
+struct ItemShare {
+  Cost share = 1;
+  Cost begin = 0;             // of this team's
+  Cost end = 0;               // and no more than all items cost
+  Cost before = 0;            // cost of the sequences before `sequence`
+  int32_t sequence = 0;       // where the share begins; num_sequences: it is empty
+  int32_t num_sequences = 0;  // that have items
+
+  [[nodiscard]] __device__ bool is_empty() const { return sequence >= num_sequences; }
 };
 
-/// Where a block's share begins.
-struct BlockShare {
-  ItemShares all;
-  int32_t sequence = 0;
-  int32_t local = 0;                      // item of the sequence
-  int32_t most_rows = 0;                  // of a sequence of the batch, in rows x G
-  int32_t least_rows = int32_t{1} << 30;  // of those that have any
+/// What a sequence is cut into: `count` items of equal cost.
+struct SequenceCost {
+  int32_t count = 0;
+  int32_t item_cost = 0;
 };
 
-/// A whole warp computes it. `read(sequence)` gives a sequence's items (`count`, `num_rows`); `kept`, shared memory of
-/// `most_kept` words, holds their counts from the first pass over the sequences to the second.
-template <class Read>
-__device__ inline BlockShare find_share(int32_t num_sequences, Read&& read, int32_t* kept, int32_t most_kept) {
-  const int lane = threadIdx.x % 32;
-  const auto blocks = static_cast<int32_t>(gridDim.x);
-  const auto block = static_cast<int32_t>(blockIdx.x);
-  BlockShare share;
-  int32_t total = 0;
-  int32_t before = 0;  // items of the sequences before `first`
-  for (int pass = 0; pass < 2; ++pass) {
-    const int32_t start = share.all.start(block);
-    for (int32_t first = 0; first < num_sequences; first += 32) {
-      const int32_t sequence = first + lane;
-      int32_t own = 0;
-      if (sequence < num_sequences) {
-        if (pass == 1 && sequence < most_kept) {
-          own = kept[sequence];
-        } else {
-          const auto items = read(sequence);
-          own = items.count;
-          share.most_rows = max(share.most_rows, items.num_rows);
-          if (items.num_rows > 0) share.least_rows = min(share.least_rows, items.num_rows);
-          if (sequence < most_kept) kept[sequence] = own;
-        }
-      }
-      if (pass == 0) {
-        total += own;
-        continue;
-      }
-      const int32_t sum = warp_prefix_sum(own);
-      const uint32_t reached = __ballot_sync(0xffffffffu, before + sum > start);
-      if (reached != 0) {
-        const int at = __ffs(static_cast<int>(reached)) - 1;
-        share.sequence = first + at;
-        share.local = start - before - __shfl_sync(0xffffffffu, sum - own, at);
-        return share;
-      }
-      before += __shfl_sync(0xffffffffu, sum, 31);
+/// Finds where items from `cost` on begin: sets `sequence` and `before`, which is the cost of the sequences before it;
+/// `sequence` becomes `num_sequences` when no item ends behind `cost`. `cost_of(sequence)` is that of a sequence's
+/// items; all lanes of a warp call it together, each for the sequences lane, lane + 32, ...
+template <class Cost, class CostOf>
+__device__ inline void find_cost(Cost cost, int32_t num_sequences, CostOf&& cost_of, int32_t* sequence, Cost* before) {
+  const auto lane = static_cast<int32_t>(threadIdx.x % 32);
+  *before = 0;
+  *sequence = num_sequences;
+#pragma unroll 1
+  for (int32_t first = 0; first < num_sequences; first += 32) {
+    const Cost own = first + lane < num_sequences ? cost_of(first + lane) : 0;
+    const Cost sum = warp_prefix_sum(own);
+    const uint32_t reached = __ballot_sync(0xffffffffu, *before + sum > cost);
+    if (reached != 0) {
+      const int at = __ffs(static_cast<int>(reached)) - 1;
+      *sequence = first + at;
+      *before += __shfl_sync(0xffffffffu, sum - own, at);
+      return;
     }
-    if (pass == 1) break;
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) {
-      total += __shfl_xor_sync(0xffffffffu, total, step);
-      share.most_rows = max(share.most_rows, __shfl_xor_sync(0xffffffffu, share.most_rows, step));
-      share.least_rows = min(share.least_rows, __shfl_xor_sync(0xffffffffu, share.least_rows, step));
-    }
-    share.all.base = total / blocks;
-    share.all.extra = total - share.all.base * blocks;
-    if (share.all.count(block) == 0) return share;
+    *before += __shfl_sync(0xffffffffu, sum, 31);
   }
-  return share;
 }
 
 }  // namespace polyop::cuda

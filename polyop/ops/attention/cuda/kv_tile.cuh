@@ -23,7 +23,11 @@ enum class BytePair : uint32_t { kLow = 0x10, kHigh = 0x32, kEven = 0x20, kOdd =
 template <class Kv, BytePair kPair>
 __device__ inline uint32_t widen_pair(uint32_t bytes) {
   constexpr auto kSelect = static_cast<uint32_t>(kPair);
-  if constexpr (std::is_same_v<Kv, Fp8>) {
+  if constexpr (std::is_same_v<Kv, Fp8> && kPair == BytePair::kLow) {
+    return widen_f8e4m3(bytes);
+  } else if constexpr (std::is_same_v<Kv, Fp8> && kPair == BytePair::kHigh) {
+    return widen_f8e4m3(bytes >> 16);
+  } else if constexpr (std::is_same_v<Kv, Fp8>) {
     return widen_f8e4m3(__byte_perm(bytes, 0, 0x4400 | kSelect));
   } else {
     // 0x64xx is the f16 1024 + xx; flipping the sign bit of the byte adds 128.

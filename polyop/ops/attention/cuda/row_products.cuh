@@ -100,34 +100,45 @@ class RowProducts {
     return sums_;
   }
 
-  /// Sixteen keys from `key` on, in shared memory at `keys` and `values`.
-  __device__ void attend_tile(uint32_t keys, uint32_t values, int32_t key) {
-    float score[kGroups][4];
-    multiply_keys(keys, score);
-    if (key < common_begin_ || key + kKeysPerTile > common_end_) hide_keys(key, score);
+  /// kTiles tiles of sixteen keys from `key` on, in shared memory from `tiles` on, v behind k; those that no row sees
+  /// are numbers, too.
+  template <int kTiles>
+  __device__ void attend_tiles(uint32_t tiles, int32_t key) {
+    float score[kTiles][kGroups][4];
+    multiply_keys(tiles, score);
+    if (key < common_begin_ || key + kTiles * kKeysPerTile > common_end_) hide_keys(key, score);
     raise_references(score);
-    uint32_t weights[kGroups][2];  // the B operand: 16 keys by 8 rows
+    uint32_t weights[kTiles][kGroups][2];  // the B operand: 16 keys by 8 rows
 #pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
+    for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        score[group][i] = exp2_approximate(score[group][i] - sums_.row[group][i % 2].reference);
-        sums_.row[group][i % 2].denominator += score[group][i];
+      for (int group = 0; group < kGroups; ++group) {
+        float(&s)[4] = score[tile][group];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          s[i] = exp2_approximate(s[i] - sums_.row[group][i % 2].reference);
+          sums_.row[group][i % 2].denominator += s[i];
+        }
+        weights[tile][group][0] = transpose_matrix(narrow_pair<Compute>(s[0], s[1]));
+        weights[tile][group][1] = transpose_matrix(narrow_pair<Compute>(s[2], s[3]));
       }
-      weights[group][0] = transpose_matrix(narrow_pair<Compute>(score[group][0], score[group][1]));
-      weights[group][1] = transpose_matrix(narrow_pair<Compute>(score[group][2], score[group][3]));
     }
 #pragma unroll
     for (int block = 0; block < kBlocks; block += Tile::kStepsPerLoad) {
-      uint32_t a[4 * Tile::kStepsPerLoad];
-      Tile::load_values(values, block, a);
 #pragma unroll
-      for (int inner = 0; inner < Tile::kStepsPerLoad; ++inner) {
-        if (block + inner >= kBlocks) break;
-        const uint32_t(&operand)[4] = reinterpret_cast<const uint32_t(&)[4]>(a[4 * inner]);
+      for (int tile = 0; tile < kTiles; ++tile) {
+        uint32_t a[4 * Tile::kStepsPerLoad];
+        Tile::load_values(tiles + tile * 2 * Tile::kBytes + Tile::kBytes, block, a);
 #pragma unroll
-        for (int group = 0; group < kGroups; ++group)
-          multiply_accumulate<Compute>(sums_.out[group][block + inner], operand, weights[group][0], weights[group][1]);
+        for (int inner = 0; inner < Tile::kStepsPerLoad; ++inner) {
+          if (block + inner >= kBlocks) break;
+          const uint32_t(&operand)[4] = reinterpret_cast<const uint32_t(&)[4]>(a[4 * inner]);
+#pragma unroll
+          for (int group = 0; group < kGroups; ++group) {
+            const uint32_t(&w)[2] = weights[tile][group];
+            multiply_accumulate<Compute>(sums_.out[group][block + inner], operand, w[0], w[1]);
+          }
+        }
       }
     }
   }
@@ -188,12 +199,7 @@ class RowProducts {
     return scale.inverse;
   }
 
-  [[nodiscard]] __device__ KeyRange visible_keys(int32_t query_row) const {
-    if (query_row >= rows_.geometry.query_rows) return {};
-    return rows_.geometry.visible(call_.p, query_row);
-  }
-
-  /// Keys that all rows see.
+  /// What each row sees, and the keys that all rows see.
   __device__ void find_ranges() {
     const AttentionProblem& p = call_.p;
     common_begin_ = 0;
@@ -202,12 +208,15 @@ class RowProducts {
     for (int group = 0; group < kGroups; ++group) {
 #pragma unroll
       for (int column = 0; column < 2; ++column) {
-        const int32_t row = rows_.row_begin + group * 8 + 2 * static_cast<int32_t>(threadIdx.x % 4) + column;
+        const int32_t row = row_of(group, column);
         const int32_t query_row = row / call_.group_size;
-        if (row >= rows_.num_rows) continue;
-        const KeyRange visible = visible_keys(query_row);
-        common_begin_ = max(common_begin_, visible.begin);
-        common_end_ = min(common_end_, visible.end);
+        const bool is_there = row < rows_.num_rows;
+        const KeyRange range =
+            is_there && query_row < rows_.geometry.query_rows ? rows_.geometry.visible(p, query_row) : KeyRange{};
+        visible_[group][column] = range;
+        if (!is_there) continue;
+        common_begin_ = max(common_begin_, range.begin);
+        common_end_ = min(common_end_, range.end);
       }
     }
     if (p.tree_mask.words != nullptr) {
@@ -220,55 +229,71 @@ class RowProducts {
     }
   }
 
+  /// Row of the lane's column of a group in its sequence, in rows x G.
+  [[nodiscard]] __device__ int32_t row_of(int group, int column) const {
+    return rows_.row_begin + group * 8 + 2 * static_cast<int32_t>(threadIdx.x % 4) + column;
+  }
+
   // ---- one tile -----------------------------------------------------------------------------------------------------
 
-  __device__ void multiply_keys(uint32_t keys, float (&score)[kGroups][4]) const {
-    float odd[kGroups][4];  // two chains of sums are done sooner than one
+  template <int kTiles>
+  __device__ void multiply_keys(uint32_t tiles, float (&score)[kTiles][kGroups][4]) const {
+    float odd[kTiles][kGroups][4];  // two chains of sums are done sooner than one
 #pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
+    for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) score[group][i] = odd[group][i] = 0.0f;
+      for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) score[tile][group][i] = odd[tile][group][i] = 0.0f;
+      }
     }
 #pragma unroll
     for (int step = 0; step < kSteps; step += Tile::kStepsPerLoad) {
-      uint32_t a[4 * Tile::kStepsPerLoad];
-      Tile::load_keys(keys, step, a);
 #pragma unroll
-      for (int inner = 0; inner < Tile::kStepsPerLoad; ++inner) {
-        if (step + inner >= kSteps) break;
-        const uint32_t(&operand)[4] = reinterpret_cast<const uint32_t(&)[4]>(a[4 * inner]);
+      for (int tile = 0; tile < kTiles; ++tile) {
+        uint32_t a[4 * Tile::kStepsPerLoad];
+        Tile::load_keys(tiles + tile * 2 * Tile::kBytes, step, a);
 #pragma unroll
-        for (int group = 0; group < kGroups; ++group) {
-          const uint32_t(&q)[2] = q_[group][step + inner];
-          multiply_accumulate<Compute>((step + inner) % 2 == 0 ? score[group] : odd[group], operand, q[0], q[1]);
+        for (int inner = 0; inner < Tile::kStepsPerLoad; ++inner) {
+          if (step + inner >= kSteps) break;
+          const uint32_t(&operand)[4] = reinterpret_cast<const uint32_t(&)[4]>(a[4 * inner]);
+#pragma unroll
+          for (int group = 0; group < kGroups; ++group) {
+            const uint32_t(&q)[2] = q_[group][step + inner];
+            multiply_accumulate<Compute>((step + inner) % 2 == 0 ? score[tile][group] : odd[tile][group], operand, q[0],
+                                         q[1]);
+          }
         }
       }
     }
 #pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
+    for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) score[group][i] = __fmul_rn(score[group][i] + odd[group][i], scale_[group][i % 2]);
+      for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          score[tile][group][i] = __fmul_rn(score[tile][group][i] + odd[tile][group][i], scale_[group][i % 2]);
+      }
     }
   }
 
-  __device__ void hide_keys(int32_t key, float (&score)[kGroups][4]) const {
+  template <int kTiles>
+  __device__ void hide_keys(int32_t key, float (&score)[kTiles][kGroups][4]) const {
     const AttentionProblem& p = call_.p;
     const SequenceGeometry& g = rows_.geometry;
-    const int lane = threadIdx.x % 32;
-    const bool has_tree = p.tree_mask.words != nullptr && key + kKeysPerTile > g.kv_length - g.allotted;
+    const bool has_tree = p.tree_mask.words != nullptr && key + kTiles * kKeysPerTile > g.kv_length - g.allotted;
 #pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const int32_t first = key + tile * kKeysPerTile + static_cast<int32_t>(threadIdx.x % 32 / 4);
 #pragma unroll
-      for (int column = 0; column < 2; ++column) {
-        const int32_t row = rows_.row_begin + group * 8 + 2 * (lane % 4) + column;
-        const int32_t query_row = row / call_.group_size;
-        const KeyRange range = visible_keys(query_row);
+      for (int group = 0; group < kGroups; ++group) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int32_t at = key + lane / 4 + half * 8;
+        for (int i = 0; i < 4; ++i) {
+          const int32_t at = first + i / 2 * 8;
+          const KeyRange range = visible_[group][i % 2];
           bool visible = at >= range.begin && at < range.end;
-          if (has_tree && visible && row < rows_.num_rows) visible = g.tree_allows(p, query_row, at);
-          if (!visible) score[group][column + 2 * half] = -INFINITY;
+          if (has_tree && visible) visible = g.tree_allows(p, row_of(group, i % 2) / call_.group_size, at);
+          if (!visible) score[tile][group][i] = -INFINITY;
         }
       }
     }
@@ -276,12 +301,16 @@ class RowProducts {
 
   /// Rows with a score above their limit get their largest score as reference, and their sums shrink. Whether a row
   /// does so depends on its own scores alone.
-  __device__ void raise_references(const float (&score)[kGroups][4]) {
+  template <int kTiles>
+  __device__ void raise_references(const float (&score)[kTiles][kGroups][4]) {
     bool exceeds = false;
 #pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
+    for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) exceeds |= score[group][i] > limit_[group][i % 2];
+      for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) exceeds |= score[tile][group][i] > limit_[group][i % 2];
+      }
     }
     if (!__any_sync(0xffffffffu, exceeds)) return;
 #pragma unroll
@@ -289,7 +318,10 @@ class RowProducts {
       float shrink[2];
 #pragma unroll
       for (int column = 0; column < 2; ++column) {
-        float largest = fmaxf(score[group][column], score[group][column + 2]);
+        float largest = -INFINITY;
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile)
+          largest = fmaxf(largest, fmaxf(score[tile][group][column], score[tile][group][column + 2]));
 #pragma unroll
         for (int step = 4; step < 32; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
         shrink[column] = 1.0f;
@@ -315,8 +347,9 @@ class RowProducts {
   Sums sums_;
   float limit_[kGroups][2];  // reference + slack; -inf until a key was seen
   uint32_t q_[kGroups][kSteps][2];
-  float scale_[kGroups][2];  // of the scores, to base 2
-  int32_t common_begin_ = 0;
+  float scale_[kGroups][2];       // of the scores, to base 2
+  KeyRange visible_[kGroups][2];  // of the lane's rows
+  int32_t common_begin_ = 0;      // of all rows
   int32_t common_end_ = 0;
 };
 

@@ -41,6 +41,11 @@ struct RowSum {
   return fmaf(next, factors.y, __fmul_rn(sum, factors.x));
 }
 
+[[nodiscard]] __device__ inline float4 join_quads(float4 sum, float4 next, float2 factors) {
+  return {join_sums(sum.x, next.x, factors), join_sums(sum.y, next.y, factors), join_sums(sum.z, next.z, factors),
+          join_sums(sum.w, next.w, factors)};
+}
+
 /// The arguments of a kernel that all its parts need. A row is query row x G + head in the group.
 struct AttentionCall {
   const AttentionProblem& p;
@@ -110,11 +115,10 @@ struct AttentionCall {
     store_out(offset, values);
   }
 
-  /// Packed rows behind the last one that a sequence owns: 0 and -inf. Called by the first `warps` warps of every
-  /// block; `num_sequences` as sequences_with_rows gives it.
-  __device__ void clear_rows_of_nobody(int warps, int32_t num_sequences) const {
+  /// Packed rows behind the first `owned` ones, which sequences own: 0 and -inf. Called by the first `warps` warps of
+  /// every block.
+  __device__ void clear_rows_of_nobody(int warps, int64_t owned) const {
     if (p.query_form != AttentionQueryForm::kPacked) return;
-    const int64_t owned = num_owned_rows(p, num_sequences);
     const int64_t count = (p.num_query_rows - owned) * p.num_query_heads;
     for (int64_t i = int64_t{blockIdx.x} * warps + threadIdx.x / 32; i < count; i += int64_t{gridDim.x} * warps) {
       const int64_t row = owned + i / p.num_query_heads;

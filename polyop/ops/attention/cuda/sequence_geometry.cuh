@@ -39,6 +39,7 @@ struct SequenceGeometry {
   int32_t query_rows = 0;  // rows that attend, the first ones
   int32_t kv_begin = 0;    // packed keys only
   int32_t kv_length = 0;
+  bool fits = true;  // packed rows are a piece of the memory
 
   /// As AttentionProblem::visible_keys.
   __device__ KeyRange visible(const AttentionProblem& p, int32_t row) const {
@@ -62,29 +63,30 @@ struct SequenceGeometry {
   }
 };
 
-/// Whether a sequence's pair of query_offsets is in order and inside the memory.
-__device__ inline bool rows_fit(const AttentionProblem& p, int32_t begin, int32_t end) {
-  return begin >= 0 && begin <= end && end <= p.num_query_rows;
+/// Whether a sequence's pair of query_offsets is in order and inside the memory. When one pair of a batch is not, no
+/// sequence of the batch has rows: sequences that overlap would share counters and places in scratch memory.
+__device__ inline bool rows_fit(const AttentionProblem& p, int32_t sequence, int32_t begin, int32_t end) {
+  return begin >= 0 && begin <= end && end <= p.num_query_rows && (sequence > 0 || begin == 0);
 }
 
-/// Sequences that have rows: B, or none when query_offsets do not begin at 0, decrease or leave the memory anywhere,
-/// which is flagged. Sequences that overlap would share counters and places in scratch memory. All lanes of a warp call
-/// it together.
+/// Sequences that have rows: B, or none when the rows of any do not fit, which is flagged. All lanes of a warp call it
+/// together.
 __device__ inline int32_t sequences_with_rows(const AttentionProblem& p, const AttentionFlags& flags) {
   const auto num_sequences = static_cast<int32_t>(p.num_sequences);
   if (p.query_form != AttentionQueryForm::kPacked) return num_sequences;
   bool fit = true;
   for (auto sequence = static_cast<int32_t>(threadIdx.x % 32); sequence < num_sequences; sequence += 32) {
-    const int32_t begin = __ldg(p.query_offsets + sequence);
-    fit &= rows_fit(p, begin, __ldg(p.query_offsets + sequence + 1)) && (sequence > 0 || begin == 0);
+    fit &= rows_fit(p, sequence, __ldg(p.query_offsets + sequence), __ldg(p.query_offsets + sequence + 1));
   }
   if (__all_sync(0xffffffffu, fit)) return num_sequences;
   raise(flags.query_offsets);
   return 0;
 }
 
-/// Packed rows that belong to a sequence, the first ones; `num_sequences` as sequences_with_rows gives it.
+/// Rows that belong to a sequence, the first ones: all that are not packed; `num_sequences` as sequences_with_rows
+/// gives it.
 __device__ inline int64_t num_owned_rows(const AttentionProblem& p, int32_t num_sequences) {
+  if (p.query_form != AttentionQueryForm::kPacked) return p.num_query_rows;
   return num_sequences == 0 ? 0 : int64_t{__ldg(p.query_offsets + num_sequences)};
 }
 
@@ -95,11 +97,12 @@ __device__ inline SequenceGeometry read_geometry(const AttentionProblem& p, int3
   if (p.query_form == AttentionQueryForm::kPacked) {
     const int32_t begin = __ldg(p.query_offsets + sequence);
     const int32_t end = __ldg(p.query_offsets + sequence + 1);
-    if (rows_fit(p, begin, end)) {
+    g.fits = rows_fit(p, sequence, begin, end);
+    if (g.fits) {
       g.row_begin = begin;
       g.allotted = g.query_rows = end - begin;
     }
-    if (!rows_fit(p, begin, end) || g.allotted > p.most_rows) {
+    if (!g.fits || g.allotted > p.most_rows) {
       raise(flags.query_offsets);
       g.query_rows = 0;
     }

@@ -2,6 +2,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <bit>
 #include <string>
 
 #include "polyop/core/dispatch.h"
@@ -16,6 +17,7 @@ namespace polyop::cuda {
 namespace {
 
 constexpr int kWideRows = 64;
+constexpr int64_t kMostCost = int64_t{1} << 29;              // of all items; see ItemShare
 constexpr int64_t kMostWideScratchBytes = int64_t{1} << 31;  // above, sequences of many rows are not split
 
 struct HostPlan {
@@ -26,6 +28,16 @@ struct HostPlan {
   int num_blocks = 0;
 };
 
+/// Blocks side by side that read heads of the same keys: of the divisors of Hkv up to eight the one whose teams leave
+/// the fewest blocks idle, of equal ones the largest.
+int32_t team_of(int64_t num_kv_heads, int num_blocks) {
+  int32_t best = 1;
+  for (int32_t team = 2; team <= std::min(8, num_blocks); ++team) {
+    if (num_kv_heads % team == 0 && num_blocks % team <= num_blocks % best + num_blocks / 64) best = team;
+  }
+  return best;
+}
+
 HostPlan make_plan(const AttentionProblem& p, const SplitResources& resources) {
   HostPlan host;
   SplitPlan& plan = host.plan;
@@ -34,18 +46,29 @@ HostPlan make_plan(const AttentionProblem& p, const SplitResources& resources) {
   plan.rows_per_tile = p.head_dim <= kWidestHeadDim ? kWideRows : plan.narrow_rows;
   plan.target_items = resources.num_blocks;
   plan.wide_target_items = device_numbers().num_multiprocessors;
+  const auto heads = p.num_kv_heads;
+  plan.team = team_of(heads, resources.num_blocks);
+  plan.head_groups = static_cast<int32_t>(heads) / plan.team;
+  plan.most_chunks = static_cast<int32_t>(std::min<int64_t>(kMostChunks, divide_up64(plan.target_items, heads)));
+  plan.round_shift = std::countr_zero(static_cast<uint32_t>(resources.round_keys));
+  plan.by_group_size = FixedDivisor(plan.group_size);
+  plan.by_most_chunks = FixedDivisor(plan.most_chunks);
   describe_keys(p, &plan);
   const int64_t rows = p.num_query_rows * plan.group_size;
-  const auto heads = p.num_kv_heads;
-  const int64_t wanted = divide_up64(plan.target_items, heads);  // chunks of a sequence with one row tile
-  const int64_t most_chunks = std::max<int64_t>(1, std::min(wanted, divide_up64(p.kv_capacity, kLeastChunk)));
-  const int64_t most_items = (rows / kLeastTileRows + p.num_sequences) * heads * most_chunks;
-  host.num_blocks = static_cast<int>(std::clamp<int64_t>(most_items, 1, resources.num_blocks));
+  const int64_t most_chunks =
+      std::max<int64_t>(1, std::min<int64_t>(plan.most_chunks, divide_up64(p.kv_capacity, kLeastChunk)));
+  const int64_t most_items = (rows / kLeastTileRows + p.num_sequences) * plan.head_groups * most_chunks;  // of a team
+  const int64_t most_rounds = std::max<int64_t>(most_chunks * 2, divide_up64(p.kv_capacity, resources.round_keys));
+  while ((most_items / most_chunks * (most_rounds >> plan.cost_shift)) + most_items > kMostCost) ++plan.cost_shift;
+  const int64_t num_teams = std::clamp<int64_t>(most_items, 1, std::max(1, resources.num_blocks / plan.team));
+  host.num_blocks = static_cast<int>(num_teams * plan.team);
   SplitScratch& scratch = host.scratch;
-  const int64_t groups = plan.narrow_rows / 8;
-  scratch.narrow_floats = static_cast<int32_t>(groups * (p.head_dim / 16 + 1) * 128);
-  scratch.most_leading = static_cast<int32_t>(std::min(most_chunks, divide_up64(most_items, host.num_blocks)));
-  host.narrow_floats = host.num_blocks * (int64_t{scratch.most_leading} + 1) * kWarps * scratch.narrow_floats;
+  const int64_t most_rows = p.query_form == AttentionQueryForm::kPadded ? p.padded_query_length : p.num_query_rows;
+  const int64_t tile_rows = std::min<int64_t>(plan.narrow_rows, most_rows * plan.group_size);
+  scratch.narrow_rows = static_cast<int32_t>((tile_rows + 1) / 2 * 2);  // parts are 16-byte aligned
+  scratch.most_leading = static_cast<int32_t>(most_chunks);
+  const int64_t parts = host.num_blocks * (int64_t{scratch.most_leading} + 1);
+  host.narrow_floats = parts * scratch.narrow_rows * (p.head_dim + 2);
 
   const bool all_narrow =
       p.query_form == AttentionQueryForm::kPadded && p.padded_query_length * plan.group_size <= plan.narrow_rows;

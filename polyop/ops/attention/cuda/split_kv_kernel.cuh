@@ -3,16 +3,16 @@
 //           their references in the order of the chunks
 // Shapes    q [T, Hq, D] | [B, S, Hq, D] f16, bf16 · k, v paged, packed or padded, q's dtype, f8e4m3 or i8 · out, lse
 // Layout    D contiguous; rows of k and v 16-byte aligned with equal strides; page_table [B, W] i32
-// Work      item = the rows of one tile (up to 8, 16 or 64: query row x head of one kv head) x one chunk of keys; a
-// block
-//           of four warps takes an equal share of all items, neighbours, found from the lengths on the device. Each
-//           warp copies tiles of 16 keys into its own ring of stages, across the ends of segments (split_ring.cuh). Up
-//           to 16 rows: it multiplies its own tiles, joins the chunks of a tile in registers, and the warps meet at the
-//           tile's end (split_narrow.cuh); more: 16 rows a warp, and the warps meet at every 64 keys (split_wide.cuh).
-//           A tile that blocks share is finished by the one that is last (a semaphore, zero again afterwards). One
-//           kernel for each kind of rows: the host picks by the average, each takes all
+// Work      item = the rows of one tile (up to 8, 16 or 64: query row x head of one kv head) x one chunk of keys, for
+//           each head of a team: blocks side by side that read neighbouring heads of the same keys. A team takes an
+//           equal share of all items, neighbours, found from the lengths on the device (split_queue.cuh). Each warp of
+//           a block copies tiles of 16 keys into its own ring of stages, across the ends of segments (split_ring.cuh).
+//           Up to 16 rows: it multiplies its own tiles and the warps meet at a chunk's end (split_narrow.cuh); more: 16
+//           rows a warp, and the warps meet at every 64 keys (split_wide.cuh). A tile that blocks share is finished by
+//           the one that is last (a semaphore, zero again afterwards). One kernel for each kind of rows: the host picks
+//           by the average, each takes all
 // Memory    global: k and v once for each row tile; parts only of tiles that blocks share, 4 x rows x (D + 2) x 4 bytes
-//           for each chunk that stands alone · shared: stages x 128 rows of D + 16 D x 4 for the joining of the warps
+//           for each chunk that stands alone · shared: stages x 128 rows of D + 32 D x 4 for the meeting of the warps
 // Roofline  bandwidth-bound while G S stays under the ridge, about 200 FLOP per byte of k and v on H200: 4 G S / (2
 //           bytes of dtype) < 200, so up to 100 G S rows in 16 bits; target 92% of a copy once k and v exceed 256 MB
 //           (docs/performance.md)
@@ -28,8 +28,9 @@
 #include <algorithm>
 
 #include "polyop/core/kernel_list.h"
+#include "polyop/cuda/early_launch.cuh"
 #include "polyop/cuda/launch.h"
-#include "polyop/ops/attention/cuda/split_narrow.cuh"
+#include "polyop/ops/attention/cuda/split_joining.cuh"
 #include "polyop/ops/attention/cuda/split_wide.cuh"
 
 namespace polyop::cuda {
@@ -57,7 +58,8 @@ inline constexpr int kMostGroups = kHeadDim <= 128 ? 2 : 1;
 
 /// What a launch needs of the device.
 struct SplitResources {
-  int num_blocks = 0;    // that the device holds at a time; 0: not one
+  int num_blocks = 0;  // that the device holds at a time; 0: not one
+  int round_keys = 64;
   int shared_bytes = 0;  // of a block
 };
 
@@ -69,9 +71,11 @@ SplitResources split_resources() {
   for (int blocks = kBlocksPerMultiprocessor<kHeadDim>; blocks > 0; --blocks) {
     const int bytes =
         std::min(device.shared_bytes_per_block, device.shared_bytes_per_multiprocessor / blocks - kReservedBytes);
-    constexpr int kBytes = Shared::kFixedBytes + kNumStages * Shared::kStageBytes;
+    constexpr int kBytes = Shared::kFixedBytes + SplitRing<Kv, kHeadDim>::kNumStages * Shared::kStageBytes;
     if (kBytes > bytes) continue;
-    return {.num_blocks = blocks * device.num_multiprocessors, .shared_bytes = kBytes};
+    return {.num_blocks = blocks * device.num_multiprocessors,
+            .round_keys = SplitRing<Kv, kHeadDim>::kKeysPerRound,
+            .shared_bytes = kBytes};
   }
   return {};
 }
@@ -87,51 +91,98 @@ struct SplitBlock {
 };
 
 template <int kGroups, class Compute, class Kv, int kHeadDim>
-__device__ inline void run_narrow(const SplitBlock<Kv, kHeadDim>& block, int32_t index, SplitRing<Kv, kHeadDim>* ring) {
-  NarrowRows<Compute, Kv, kHeadDim, kGroups> rows(block.call, *block.queue, index);
+__device__ inline void run_narrow(const SplitBlock<Kv, kHeadDim>& block, SplitRing<Kv, kHeadDim>* ring,
+                                  const SplitWork& work) {
+  NarrowRows<Compute, Kv, kHeadDim, kGroups> rows(block.call, work, block.joining);
   rows.attend(ring);
-  if (threadIdx.x == 0) block.queue->look_ahead(block.call.p, block.call.plan, block.call.flags, index + 1);
-  rows.finish(block.joining, block.is_last);
+  rows.finish();
 }
 
 template <class Compute, class Kv, int kHeadDim>
-__device__ inline void run_wide(const SplitBlock<Kv, kHeadDim>& block, int32_t index, SplitRing<Kv, kHeadDim>* ring) {
-  WideRows<Compute, Kv, kHeadDim> rows(block.call, block.queue->at(index));
+__device__ inline void run_wide(const SplitBlock<Kv, kHeadDim>& block, SplitRing<Kv, kHeadDim>* ring,
+                                const SplitWork& work) {
+  WideRows<Compute, Kv, kHeadDim> rows(block.call, work);
   rows.attend(ring);
-  if (threadIdx.x == 0) block.queue->look_ahead(block.call.p, block.call.plan, block.call.flags, index + 1);
   rows.finish(block.is_last);
 }
 
 /// One segment of any kind. Not inlined: together in one function the kinds leave too few registers for each.
 template <class Compute, class Kv, int kHeadDim, RowKind kKind>
-__device__ __noinline__ void run_rows(const SplitBlock<Kv, kHeadDim>& block, int32_t index, RingState* state) {
+__device__ __noinline__ void run_rows(const SplitBlock<Kv, kHeadDim>& block, const SplitWork& work, RingState* state) {
   SplitRing<Kv, kHeadDim> ring(block.call, block.stages, *block.queue);
   ring.resume(*state);
   if constexpr (kKind == RowKind::kWide) {
-    run_wide<Compute>(block, index, &ring);
+    run_wide<Compute>(block, &ring, work);
   } else {
-    run_narrow<kKind == RowKind::kEight ? 1 : kMostGroups<kHeadDim>, Compute>(block, index, &ring);
+    run_narrow<kKind == RowKind::kEight ? 1 : kMostGroups<kHeadDim>, Compute>(block, &ring, work);
   }
   *state = ring.state();
+}
+
+/// All segments of the block; `run(work, is_first)` does one.
+template <class Kv, int kHeadDim, class Run>
+__device__ inline void run_segments(const SplitBlock<Kv, kHeadDim>& block, Run&& run) {
+  const NarrowJoining<kHeadDim> joining(block.call, *block.queue, block.joining, block.is_last);
+  WorkQueue& queue = *block.queue;
+  CountedParts counted;
+#pragma unroll 1
+  for (int32_t index = 0;; ++index) {
+    if (queue.is_finder())
+      queue.look_ahead(block.call.p, block.call.plan, block.call.flags, index, SplitRing<Kv, kHeadDim>::kNumStages);
+    __syncthreads();  // the segment to all
+    if (queue.found == 0) break;
+    const SplitWork& work = queue.at(index);
+    run(work, index == 0);
+    joining.run(index, &counted);
+    if (work.segment.is_final) break;
+  }
 }
 
 /// The block's share when its kernel is not made for the batch.
 template <class Compute, class Kv, int kHeadDim>
 __device__ __noinline__ void run_mixed(const SplitBlock<Kv, kHeadDim>& block) {
-  SplitRing<Kv, kHeadDim> ring(block.call, block.stages, *block.queue);
-  ring.start();
-  RingState state = ring.state();
-  bool is_final = block.queue->found == 0;
-  for (int32_t index = 0; !is_final; ++index) {
-    const SplitWork& work = block.queue->at(index);
-    is_final = work.segment.is_final;
-    if (work.sequence.tile_rows > block.call.plan.narrow_rows) {
-      if constexpr (kHeadDim <= kWidestHeadDim) run_rows<Compute, Kv, kHeadDim, RowKind::kWide>(block, index, &state);
-    } else if (kMostGroups<kHeadDim> == 1 || work.sequence.num_rows <= 8) {
-      run_rows<Compute, Kv, kHeadDim, RowKind::kEight>(block, index, &state);
-    } else {
-      run_rows<Compute, Kv, kHeadDim, RowKind::kSixteen>(block, index, &state);
+  RingState state;
+  run_segments(block, [&](const SplitWork& work, bool is_first) {
+    if (is_first) {
+      SplitRing<Kv, kHeadDim> ring(block.call, block.stages, *block.queue);
+      ring.start();
+      state = ring.state();
     }
+    if (work.sequence.tile_rows > block.call.plan.narrow_rows) {
+      if constexpr (kHeadDim <= kWidestHeadDim) run_rows<Compute, Kv, kHeadDim, RowKind::kWide>(block, work, &state);
+    } else if (kMostGroups<kHeadDim> == 1 || work.sequence.num_rows <= 8) {
+      run_rows<Compute, Kv, kHeadDim, RowKind::kEight>(block, work, &state);
+    } else {
+      run_rows<Compute, Kv, kHeadDim, RowKind::kSixteen>(block, work, &state);
+    }
+  });
+}
+
+/// Asks for what a block reads first, and for pages of what it reads and writes later: a first access to a page takes
+/// some thousand cycles. Nothing of it is used before earlier work is done.
+__device__ inline void prefetch_first_reads(const SplitCall& call) {
+  constexpr int kLineInts = 32;
+  const AttentionProblem& p = call.p;
+  const auto lane = static_cast<int64_t>(threadIdx.x % 32);
+  const auto prefetch_lines = [&](const int32_t* numbers, int64_t count) {
+    if (numbers != nullptr && lane * kLineInts < count) prefetch_line(numbers + lane * kLineInts);
+  };
+  switch (threadIdx.x / 32) {
+    case 0:
+      prefetch_lines(p.query_offsets, p.num_sequences + 1);
+      break;
+    case 1:
+      prefetch_lines(p.kv_lengths, p.num_sequences);
+      prefetch_lines(p.kv_offsets, p.num_sequences + 1);
+      break;
+    case 2:
+      prefetch_lines(p.page_table, p.num_sequences * p.page_table_stride);
+      break;
+    default:
+      if (lane == 0) prefetch_line(p.q.data);
+      if (lane == 1) prefetch_line(p.out.data);
+      if (lane == 2) prefetch_line(call.scratch.semaphores);
+      if (lane == 3) prefetch_line(call.scratch.narrow);
   }
 }
 
@@ -141,6 +192,7 @@ template <class Compute, class Kv, int kHeadDim, RowKind kMain>
 __global__ void __launch_bounds__(kBlockThreads, kBlocksPerMultiprocessor<kHeadDim>)
     split_kv_kernel(const __grid_constant__ AttentionProblem p, const __grid_constant__ SplitPlan plan,
                     const __grid_constant__ AttentionFlags flags, const __grid_constant__ SplitScratch scratch) {
+  let_next_kernel_start();
   extern __shared__ __align__(128) char shared[];
   using Layout = SplitShared<Kv, kHeadDim>;
   const SplitBlock<Kv, kHeadDim> block{
@@ -149,32 +201,30 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksPerMultiprocessor<kHeadD
       .joining = reinterpret_cast<NarrowShared<kHeadDim>*>(shared + Layout::kIsLastBytes + Layout::kQueueBytes),
       .is_last = reinterpret_cast<int*>(shared),
       .stages = shared_address(shared) + Layout::kFixedBytes};
-  if (threadIdx.x < 32) {
-    constexpr auto kMostKept = static_cast<int32_t>(sizeof(NarrowShared<kHeadDim>) / sizeof(int32_t));
-    block.queue->start(p, plan, flags, reinterpret_cast<int32_t*>(block.joining), kMostKept);
-  }
+  prefetch_first_reads(block.call);
+  wait_for_earlier_work();
+  WorkQueue& queue = *block.queue;
+  auto* start = reinterpret_cast<QueueStart<sizeof(NarrowShared<kHeadDim>)>*>(block.joining);
+  queue.start(p, plan, flags, start->sums, start->kept, start->kMostKept);
   __syncthreads();  // the queue to all
   constexpr int kGroups = kMain == RowKind::kEight ? 1 : kMostGroups<kHeadDim>;
-  const bool is_mixed =
-      kMain == RowKind::kWide ? block.queue->least_rows <= plan.narrow_rows : block.queue->most_rows > 8 * kGroups;
+  const bool is_mixed = kMain == RowKind::kWide ? queue.least_rows <= plan.narrow_rows : queue.most_rows > 8 * kGroups;
   if (is_mixed) {
     const SplitBlock<Kv, kHeadDim> copy = block;  // what a call may see lies in memory
     run_mixed<Compute>(copy);
   } else {
-    SplitRing<Kv, kHeadDim> ring(block.call, block.stages, *block.queue);
-    ring.start();
-    bool is_final = block.queue->found == 0;
-    for (int32_t index = 0; !is_final; ++index) {
-      is_final = block.queue->at(index).segment.is_final;
+    SplitRing<Kv, kHeadDim> ring(block.call, block.stages, queue);
+    run_segments(block, [&](const SplitWork& work, bool is_first) {
+      if (is_first) ring.start();
       if constexpr (kMain == RowKind::kWide) {
-        run_wide<Compute>(block, index, &ring);
+        run_wide<Compute>(block, &ring, work);
       } else {
-        run_narrow<kGroups, Compute>(block, index, &ring);
+        run_narrow<kGroups, Compute>(block, &ring, work);
       }
-    }
+    });
   }
   copy_async_wait_all();
-  block.call.clear_rows_of_nobody(kWarps, block.queue->num_sequences);
+  block.call.clear_rows_of_nobody(kWarps, queue.owned_rows);
 }
 
 /// Launches a kernel of one type and head size: that for sequences of the kind of `main`, which takes all others, too,

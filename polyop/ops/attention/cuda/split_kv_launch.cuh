@@ -1,7 +1,7 @@
 // The launch of split_kv; included by the files that instantiate it, one for each type and head size.
 #pragma once
 
-#include "polyop/cuda/launch.h"
+#include "polyop/cuda/early_launch.cuh"
 #include "polyop/ops/attention/cuda/split_kv_kernel.cuh"
 
 namespace polyop::cuda {
@@ -13,8 +13,8 @@ Status launch_split_kv(const AttentionProblem& p, const SplitPlan& plan, const S
     POLYOP_RETURN_IF_ERROR(
         runtime_status("attention: cuda_split_kv",
                        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes)));
-    kernel<<<static_cast<unsigned>(num_blocks), kBlockThreads, static_cast<size_t>(shared_bytes), stream_of(stream)>>>(
-        p, plan, attention_flags(), scratch);
+    launch_early(kernel, dim3(static_cast<unsigned>(num_blocks)), kBlockThreads, shared_bytes, stream, p, plan,
+                 attention_flags(), scratch);
     return launch_status("attention: cuda_split_kv");
   };
   if constexpr (kHeadDim <= kWidestHeadDim) {

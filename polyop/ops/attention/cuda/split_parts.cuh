@@ -5,8 +5,9 @@
 
 #include <cstdint>
 
+#include "polyop/cuda/ptx.cuh"
 #include "polyop/ops/attention/cuda/row_results.cuh"
-#include "polyop/ops/attention/cuda/split_plan.cuh"
+#include "polyop/ops/attention/cuda/split_queue.cuh"
 
 namespace polyop::cuda {
 
@@ -14,11 +15,11 @@ inline constexpr int kBlockThreads = 32 * kWarps;
 
 /// Where parts lie: sums of a tile's rows over one chunk, or over all chunks that a block had from the first one on.
 /// Narrow tiles: for each block its leading chunks, whose tile another block began, and one place more for the part of
-/// a tile that another block ends; for each of them and each warp `narrow_floats`, as the lanes hold them. Wide tiles:
-/// f32 [slots, D] sums and [slots] pairs (reference in base 2, denominator).
+/// a tile that another block ends. A part is f32 [narrow_rows, D] sums, then for each row reference (base 2) and
+/// denominator. Wide tiles: f32 [slots, D] sums and [slots] such pairs.
 struct SplitScratch {
   float* narrow = nullptr;
-  int32_t narrow_floats = 0;
+  int32_t narrow_rows = 0;   // of a part
   int32_t most_leading = 0;  // chunks
   float* wide = nullptr;
   float2* wide_sums = nullptr;
@@ -26,11 +27,13 @@ struct SplitScratch {
   int64_t wide_slots_each = 0;  // of one sequence; 0: counted by row
   int32_t most_wide_chunks = 1;
 
-  /// Part of this warp; leading: number of the chunk in its block's share, or most_leading.
-  [[nodiscard]] __device__ float4* narrow_part(int32_t block, int32_t leading) const {
-    const int64_t slot =
-        (int64_t{block} * (most_leading + 1) + leading) * kWarps + static_cast<int64_t>(threadIdx.x / 32);
-    return reinterpret_cast<float4*>(narrow + slot * narrow_floats);
+  /// Number of a block's part; leading: number of the chunk in its block's share, or most_leading.
+  [[nodiscard]] __device__ int32_t narrow_slot(int32_t block, int32_t leading) const {
+    return block * (most_leading + 1) + leading;
+  }
+
+  [[nodiscard]] __device__ float* narrow_part(int32_t slot, int head_dim) const {
+    return narrow + int64_t{slot} * narrow_rows * (head_dim + 2);
   }
 
   [[nodiscard]] __device__ int64_t wide_slot(const SequenceItems& s, int32_t group_size, int32_t num_kv_heads,
@@ -53,21 +56,47 @@ struct SplitCall : AttentionCall {
     return scratch.wide_slot(s, plan.group_size, num_kv_heads(), row, kv_head, chunk);
   }
 
-  /// Counts the segment's chunks, whose parts the block has written; true when none is missing of the tile and head.
-  /// Called by all threads; `is_last` is a word of shared memory.
+  /// Four channels of one row of a tile to out, and its log-sum-exp.
+  __device__ void store_result(const SplitWork& work, int32_t row, int32_t channel, float4 total, RowSum sum) const {
+    const SequenceGeometry& g = work.sequence.geometry;
+    const int32_t kv_head = work.segment.kv_head;
+    const int32_t in_sequence = work.segment.row_begin + row;
+    const float factor = finish_row(g, kv_head, in_sequence, sum, channel == 0);
+    store_scaled(out_offset(g, kv_head, in_sequence) + channel, total, factor, sum.is_empty());
+  }
+
+  /// Counter of the segment's tile and head.
+  [[nodiscard]] __device__ uint32_t* semaphore(const SplitWork& work) const {
+    const SequenceGeometry& g = work.sequence.geometry;
+    const int64_t tile = g.sequence + (int64_t{g.row_begin} * plan.group_size) / kLeastTileRows +
+                         work.segment.row_begin / kLeastTileRows;
+    return scratch.semaphores + tile * p.num_kv_heads + work.segment.kv_head;
+  }
+
+  /// Whether other blocks have items of the segment's tile, and the tile is narrow.
+  [[nodiscard]] __device__ bool shares_narrow(const SplitWork& work) const {
+    return work.sequence.tile_rows <= plan.narrow_rows && !work.has_tile();
+  }
+
+  /// Counts the segment's chunks, whose parts the block has written before a barrier; by one thread. Returns the count
+  /// so far, which takes its time only where it is used.
+  [[nodiscard]] __device__ uint32_t count_parts(const SplitWork& work) const {
+    const auto count = static_cast<uint32_t>(work.segment.chunk_end - work.segment.chunk_begin);
+    return fetch_add_released(semaphore(work), count) + count;
+  }
+
+  /// Whether nothing is missing of the tile: then the parts of other blocks are there, and the counter is zero again.
+  [[nodiscard]] __device__ bool takes_tile(const SplitWork& work, uint32_t counted) const {
+    if (counted != static_cast<uint32_t>(work.sequence.num_chunks)) return false;
+    fence_device();        // reads of parts stay behind the count
+    *semaphore(work) = 0;  // for the next launch
+    return true;
+  }
+
+  /// Both for a segment of a wide tile; called by all threads, `is_last` is a word of shared memory.
   [[nodiscard]] __device__ bool count_chunks(const SplitWork& work, int* is_last) const {
     __syncthreads();  // parts of all warps to thread 0
-    if (threadIdx.x == 0) {
-      __threadfence();  // parts to whoever counts last
-      const SequenceGeometry& g = work.sequence.geometry;
-      const int64_t tile = g.sequence + (int64_t{g.row_begin} * plan.group_size) / kLeastTileRows +
-                           work.segment.row_begin / kLeastTileRows;
-      uint32_t* semaphore = scratch.semaphores + tile * p.num_kv_heads + work.segment.kv_head;
-      const auto count = static_cast<uint32_t>(work.segment.chunk_end - work.segment.chunk_begin);
-      const bool last = fetch_add(semaphore, count) + count == static_cast<uint32_t>(work.sequence.num_chunks);
-      if (last) *semaphore = 0;  // for the next launch
-      *is_last = last ? 1 : 0;
-    }
+    if (threadIdx.x == 0) *is_last = takes_tile(work, count_parts(work)) ? 1 : 0;
     __syncthreads();  // is_last to all
     return *is_last != 0;
   }

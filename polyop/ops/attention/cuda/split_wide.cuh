@@ -32,18 +32,18 @@ class WideRows {
   }
 
   __device__ void attend(Ring* ring) {
-    const int num_rounds = segment_.num_rounds();
-    for (int round = ring->first_round(); round < num_rounds; ++round) {
-      if (round >= 0) {
-        ring->wait();
-        __syncthreads();  // the copies of all warps
+    ring->fill();
+    const int num_rounds = segment_.num_rounds;
 #pragma unroll 1
-        for (int first = 0; first < kWarps; first += kTilesPerPass) {
-          attend_tiles(*ring, first, segment_.tile_begin + round * kKeysPerRound + first * kKeysPerTile);
-        }
-        __syncthreads();  // all warps have read the stage
+    for (int round = 0; round < num_rounds; ++round) {
+      ring->wait();
+      __syncthreads();  // the copies of all warps
+#pragma unroll 1
+      for (int first = 0; first < kWarps * Ring::kTiles; first += kTilesPerPass) {
+        attend_tiles(*ring, first, segment_.tile_begin + round * Ring::kKeysPerRound + first * kKeysPerTile);
       }
-      ring->copy_next(round >= 0);
+      __syncthreads();  // all warps have read the stage
+      ring->advance();
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -120,7 +120,7 @@ class WideRows {
     return scale.inverse;
   }
 
-  /// The tiles that warps first .. first + kTilesPerPass - 1 copied; `key` is the first one's first key.
+  /// The tiles first .. first + kTilesPerPass - 1 of a stage; `key` is the first one's first key.
   __device__ void attend_tiles(const Ring& ring, int first, int32_t key) {
     float score[kScoreTiles][4];
 #pragma unroll
@@ -267,8 +267,7 @@ class WideRows {
         for (int group = 0; group < kGroups; ++group) {
           if (group * 32 + lane >= kHeadDim / 4) break;
           const float4 value = __ldcg(values + group * 32 + lane);
-          total[group] = {join_sums(total[group].x, value.x, factors), join_sums(total[group].y, value.y, factors),
-                          join_sums(total[group].z, value.z, factors), join_sums(total[group].w, value.w, factors)};
+          total[group] = join_quads(total[group], value, factors);
         }
       }
       const float factor = call_.finish_row(s_.geometry, segment_.kv_head, row, sum, lane == 0);

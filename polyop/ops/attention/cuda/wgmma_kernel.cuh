@@ -61,10 +61,9 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
   const int group = static_cast<int>(threadIdx.x) / kGroupThreads - 1;  // -1: copies
   if (threadIdx.x < 32) {
     auto* kept = reinterpret_cast<int64_t*>(wgmma_shared);
-    WgmmaItems items;
-    const WgmmaShare share = find_wgmma_share(p, plan, lanes, flags, kept, Shared::kBytes / 8, &items);
-    if (share.num_sequences > 32 && share.sequence < share.num_sequences)
-      items = read_wgmma_items(p, plan, lanes, share.sequence, flags);
+    SequenceItems items;
+    const ItemShare<int64_t> share = find_wgmma_share(p, plan, lanes, flags, kept, Shared::kBytes / 8, &items);
+    if (share.num_sequences > 32 && !share.is_empty()) items = read_wgmma_items(p, plan, lanes, share.sequence, flags);
     if (static_cast<int32_t>(threadIdx.x) == share.sequence % 32) {  // it has read the sequence
       for (WgmmaWalk& walk : control.walks) walk.start(share, items);
     }
@@ -83,7 +82,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
       copier.copy_segment(walk);
     }
     copy_async_wait_all();
-    call.clear_rows_of_nobody(kWarps, walk.share.num_sequences);
+    call.clear_rows_of_nobody(kWarps, num_owned_rows(p, walk.share.num_sequences));
   } else {
     take_registers<kRowsRegisters>();
     WgmmaWalk& walk = control.walks[group];

@@ -17,17 +17,13 @@ inline constexpr int kWgmmaTileRows = kRowGroups * kGroupRows;
 inline constexpr int kWgmmaTileKeys = 128;
 inline constexpr int kWgmmaThreads = (kRowGroups + 1) * kGroupThreads;
 
-/// A sequence's share of the items. Its units, the tiles of all heads, are dealt out to `lanes` blocks side by side, so
-/// that two blocks read the same keys at the same time; one item is one chunk of a unit of every lane.
-struct WgmmaItems : SequenceItems {
-  int32_t item_cost = 0;  // tiles of keys, on average, and what an item costs beside them
-};
-
 inline constexpr int kItemOverhead = 2;  // tiles that could be multiplied while an item begins and ends
 
-__device__ inline WgmmaItems read_wgmma_items(const AttentionProblem& p, const SplitPlan& plan, int32_t lanes,
-                                              int32_t sequence, const AttentionFlags& flags) {
-  WgmmaItems s;
+/// A sequence's units, the tiles of all heads, are dealt out to `lanes` blocks side by side, so that two blocks read
+/// the same keys at the same time; one item is one chunk of a unit of every lane. Its cost counts tiles of keys.
+__device__ inline SequenceItems read_wgmma_items(const AttentionProblem& p, const SplitPlan& plan, int32_t lanes,
+                                                 int32_t sequence, const AttentionFlags& flags) {
+  SequenceItems s;
   s.geometry = read_geometry(p, sequence, flags);
   s.num_rows = s.geometry.allotted * plan.group_size;
   if (s.num_rows == 0) return s;
@@ -52,41 +48,23 @@ __device__ inline WgmmaItems read_wgmma_items(const AttentionProblem& p, const S
   return s;
 }
 
-/// Where the items of a block begin. Neighbours in the list of all items, of `share` cost together, belong to one group
-/// of lanes: an item to the group in whose share it begins.
-struct WgmmaShare {
-  int64_t share = 1;
-  int64_t end = 0;     // where the group's share ends
-  int64_t before = 0;  // cost of the sequences before `sequence`
-  int32_t sequence = 0;
-  int32_t num_sequences = 0;  // that have rows
-};
-
-/// a / b, rounded down; the division of 64 bits is slow.
-[[nodiscard]] __device__ inline int64_t quotient(int64_t a, int64_t b) {
-  if (((a | b) >> 32) == 0) return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
-  return a / b;
-}
-
-/// First item of a sequence, whose items begin at `before`, that begins at `cost` or later.
-[[nodiscard]] __device__ inline int64_t first_item_from(int64_t cost, int64_t before, int32_t item_cost) {
-  return cost <= before ? 0 : quotient(cost - before + item_cost - 1, item_cost);
-}
-
-/// A whole warp computes it. `kept` holds costs from the first pass over the sequences to the second; `items` is what
-/// the lane read last.
-__device__ inline WgmmaShare find_wgmma_share(const AttentionProblem& p, const SplitPlan& plan, int32_t lanes,
-                                              const AttentionFlags& flags, int64_t* kept, int32_t most_kept,
-                                              WgmmaItems* items) {
+/// The share of the block's group of lanes; a whole warp computes it. `kept` holds costs from the first pass over the
+/// sequences to the second; `items` is what the lane read last.
+__device__ inline ItemShare<int64_t> find_wgmma_share(const AttentionProblem& p, const SplitPlan& plan, int32_t lanes,
+                                                      const AttentionFlags& flags, int64_t* kept, int32_t most_kept,
+                                                      SequenceItems* items) {
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
   const int32_t num_sequences = sequences_with_rows(p, flags);
+  const auto cost_of = [&](int32_t sequence) {
+    *items = read_wgmma_items(p, plan, lanes, sequence, flags);
+    return int64_t{items->count} * items->item_cost;
+  };
   int64_t total = 0;
   int64_t count = 0;
   int32_t least = INT32_MAX;  // item_cost
   int32_t most = 0;
   for (int32_t sequence = lane; sequence < num_sequences; sequence += 32) {
-    *items = read_wgmma_items(p, plan, lanes, sequence, flags);
-    const int64_t own = int64_t{items->count} * items->item_cost;
+    const int64_t own = cost_of(sequence);
     if (sequence < most_kept) kept[sequence] = own;
     if (items->count == 0) continue;
     total += own;
@@ -94,66 +72,46 @@ __device__ inline WgmmaShare find_wgmma_share(const AttentionProblem& p, const S
     least = min(least, items->item_cost);
     most = max(most, items->item_cost);
   }
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) {
-    total += __shfl_xor_sync(0xffffffffu, total, step);
-    count += __shfl_xor_sync(0xffffffffu, count, step);
-    least = min(least, __shfl_xor_sync(0xffffffffu, least, step));
-    most = max(most, __shfl_xor_sync(0xffffffffu, most, step));
-  }
+  total = warp_sum(total);
+  count = warp_sum(count);
+  least = __reduce_min_sync(0xffffffffu, least);
+  most = __reduce_max_sync(0xffffffffu, most);
   // Whole items where all cost the same, so that fewer tiles are shared.
   const bool is_even = least == most;
   const int64_t groups = static_cast<int32_t>(gridDim.x) / lanes;
-  WgmmaShare share;
+  ItemShare<int64_t> share;
+  share.num_sequences = num_sequences;
   share.share = max(int64_t{1}, quotient((is_even ? count : total) + groups - 1, groups) * (is_even ? most : 1));
-  const int64_t start = static_cast<int32_t>(blockIdx.x) / lanes * share.share;
-  share.end = start + share.share;
-  share.sequence = share.num_sequences = num_sequences;
-  int64_t before = 0;  // cost of the sequences before `first`
-  for (int32_t first = 0; first < num_sequences; first += 32) {
-    const int32_t sequence = first + lane;
-    int64_t own = 0;
-    if (sequence < min(most_kept, num_sequences)) {
-      own = kept[sequence];
-    } else if (sequence < num_sequences) {
-      *items = read_wgmma_items(p, plan, lanes, sequence, flags);
-      own = int64_t{items->count} * items->item_cost;
-    }
-    const int64_t sum = warp_prefix_sum(own);
-    const uint32_t reached = __ballot_sync(0xffffffffu, before + sum > start);
-    if (reached != 0) {
-      const int at = __ffs(static_cast<int>(reached)) - 1;
-      share.sequence = first + at;
-      share.before = before + __shfl_sync(0xffffffffu, sum - own, at);
-      return share;
-    }
-    before += __shfl_sync(0xffffffffu, sum, 31);
-  }
+  share.begin = static_cast<int32_t>(blockIdx.x) / lanes * share.share;
+  share.end = min(share.begin + share.share, total);
+  find_cost(
+      share.begin, num_sequences,
+      [&](int32_t sequence) { return sequence < most_kept ? kept[sequence] : cost_of(sequence); }, &share.sequence,
+      &share.before);
   return share;
 }
 
 /// Walks over a block's share, a segment at a time; each warpgroup has its own walk in shared memory.
 struct WgmmaWalk {
-  WgmmaItems sequence;
+  SequenceItems sequence;
   SplitSegment segment;
-  WgmmaShare share;  // its `before` and `sequence` follow the walk
-  int32_t local;     // next item, in the sequence
+  ItemShare<int64_t> share;  // its `before` and `sequence` follow the walk
+  int32_t local;             // next item, in the sequence
   bool has_segment;
 
   /// `items` is that of the share's sequence, if there is one.
-  __device__ void start(const WgmmaShare& from, const WgmmaItems& items) {
+  __device__ void start(const ItemShare<int64_t>& from, const SequenceItems& items) {
     share = from;
     sequence = items;
     local = 0;
-    if (share.sequence < share.num_sequences)
-      local = static_cast<int32_t>(first_item_from(share.end - share.share, share.before, items.item_cost));
+    if (!share.is_empty()) local = first_item_from(share.begin, share.before, items.item_cost);
   }
 
   /// To the next segment, by one thread; has_segment is false behind the last one.
   __device__ void step(const AttentionProblem& p, const SplitPlan& plan, int32_t lanes, const AttentionFlags& flags) {
     has_segment = false;
     while (share.sequence < share.num_sequences) {
-      const WgmmaItems& s = sequence;
+      const SequenceItems& s = sequence;
       if (local >= s.count) {
         share.before += int64_t{s.count} * s.item_cost;
         local = 0;
@@ -168,7 +126,7 @@ struct WgmmaWalk {
       segment.tile_item = local - segment.chunk_begin;
       int32_t count = s.num_chunks - segment.chunk_begin;
       if (int64_t{count - 1} * s.item_cost >= left)
-        count = static_cast<int32_t>(quotient(left + s.item_cost - 1, s.item_cost));
+        count = static_cast<int32_t>(quotient(left + s.item_cost - 1, int64_t{s.item_cost}));
       segment.chunk_end = segment.chunk_begin + count;
       local += count;
       // Neighbouring units are the first and the last tile of a head, and lanes take turns: a causal mask makes tiles
@@ -201,19 +159,15 @@ struct WgmmaWalk {
   }
 };
 
-/// Which group of lanes has which item of the segment's tile, one after the other.
-class WgmmaOwners {
+/// Which team has which item of a tile, one after the other.
+class ItemOwners {
  public:
-  /// Begins with the tile's first item. The block itself has one of them.
-  __device__ WgmmaOwners(const WgmmaWalk& walk, int32_t group)
-      : share_(walk.share.share),
-        item_cost_(walk.sequence.item_cost),
-        cost_(walk.share.before + int64_t{walk.segment.tile_item} * walk.sequence.item_cost),
-        end_(walk.share.end),
-        group_(group) {
+  /// Begins with the tile's first item, which begins at `cost`. `team`, that of `share`, has an item of the tile.
+  __device__ ItemOwners(const ItemShare<int64_t>& share, int64_t cost, int32_t item_cost, int32_t team)
+      : share_(share.share), item_cost_(item_cost), cost_(cost), end_(share.begin + share.share), team_(team) {
     while (cost_ < end_ - share_) {
       end_ -= share_;
-      --group_;
+      --team_;
     }
   }
 
@@ -222,20 +176,20 @@ class WgmmaOwners {
     ++place_;
     while (cost_ >= end_) {
       end_ += share_;
-      ++group_;
+      ++team_;
       place_ = 0;
     }
   }
 
-  [[nodiscard]] __device__ int32_t group() const { return group_; }
-  [[nodiscard]] __device__ int32_t place() const { return place_; }  // among the group's items of the tile
+  [[nodiscard]] __device__ int32_t team() const { return team_; }
+  [[nodiscard]] __device__ int32_t place() const { return place_; }  // among the team's items of the tile
 
  private:
   int64_t share_;
   int64_t item_cost_;
   int64_t cost_;
   int64_t end_;
-  int32_t group_;
+  int32_t team_;
   int32_t place_ = 0;
 };
 

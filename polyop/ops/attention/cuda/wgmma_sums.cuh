@@ -26,7 +26,7 @@ class WgmmaSums {
       : call_(call), walk_(walk), group_(group), lanes_(lanes), is_last_(is_last) {}
 
   [[nodiscard]] __device__ static int32_t thread() { return static_cast<int32_t>(threadIdx.x) % kGroupThreads; }
-  [[nodiscard]] __device__ const WgmmaItems& s() const { return walk_.sequence; }
+  [[nodiscard]] __device__ const SequenceItems& s() const { return walk_.sequence; }
   [[nodiscard]] __device__ const SplitSegment& segment() const { return walk_.segment; }
 
   /// Row of the lane in its sequence, in rows x G.
@@ -106,19 +106,21 @@ class WgmmaSums {
   /// The parts of all chunks, in their order.
   __device__ void gather_parts() {
     const auto block = static_cast<int32_t>(blockIdx.x);
-    WgmmaOwners owners(walk_, block / lanes_);
-    const auto part_at = [&](int32_t place) { return part_of(owners.group() * lanes_ + block % lanes_, place); };
+    const ItemShare<int64_t>& share = walk_.share;
+    ItemOwners owners(share, share.before + int64_t{segment().tile_item} * s().item_cost, s().item_cost,
+                      block / lanes_);
+    const auto part_at = [&](int32_t place) { return part_of(owners.team() * lanes_ + block % lanes_, place); };
     const Part first = load_part(part_at(call_.scratch.most_leading));
     sum_[0] = {first.rows[0].x, first.rows[0].y};
     sum_[1] = {first.rows[1].x, first.rows[1].y};
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) set_quad(i, first.sums[i]);
     int32_t left = s().num_chunks;
-    const int32_t first_group = owners.group();
+    const int32_t first_team = owners.team();
     do {  // the first part has all chunks of its block
       owners.advance();
       --left;
-    } while (left > 0 && owners.group() == first_group);
+    } while (left > 0 && owners.team() == first_team);
     for (; left > 0; left -= 2) {  // two are on their way at a time; behind the last one it is read again, and not used
       const Part one = load_part(part_at(owners.place()));
       if (left > 1) owners.advance();

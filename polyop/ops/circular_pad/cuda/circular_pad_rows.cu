@@ -16,6 +16,7 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "polyop/cuda/division.h"
 #include "polyop/cuda/launch.h"
 #include "polyop/cuda/ptx.cuh"
 #include "polyop/ops/circular_pad/circular_pad_problem.h"
@@ -48,17 +49,6 @@ __device__ uint4 shifted(const uint4& low, const uint4& high, uint32_t offset) {
   }
   return {w[0], w[1], w[2], w[3]};
 }
-
-/// Quotients of small numbers by one divisor of at least 2.
-class SmallDivisor {
- public:
-  __device__ explicit SmallDivisor(uint32_t divisor) : reciprocal_(0xffffffffu / divisor + 1) {}
-  /// Exact while number * divisor is below 2^32.
-  [[nodiscard]] __device__ uint32_t quotient(uint32_t number) const { return __umulhi(number, reciprocal_); }
-
- private:
-  uint32_t reciprocal_;
-};
 
 /// visit(index of a piece, item) for `each` items of every piece, the next 32 by the warp's lanes at once.
 template <class Visit>

@@ -3,6 +3,7 @@
 
 #include "polyop/cuda/convert.cuh"
 #include "polyop/cuda/kv_cache_rows.cuh"
+#include "polyop/cuda/ptx.cuh"
 #include "polyop/ops/qk_norm_rope_append/qk_norm_rope_append_problem.h"
 
 namespace polyop::cuda {
@@ -107,13 +108,6 @@ template <class T>
 __device__ float weight_at(const HeadNorm& norm, int64_t channel) {
   return norm.weight_dtype == DType::kF32 ? __ldg(static_cast<const float*>(norm.weight) + channel)
                                           : to_float(static_cast<const T*>(norm.weight)[channel]);
-}
-
-/// "rsqrt.approx.ftz": 1 / sqrt(x) within 2^-22.9 of it; infinity for zeros and subnormal numbers.
-__device__ inline float reciprocal_root(float x) {
-  float result;
-  asm("rsqrt.approx.ftz.f32 %0, %1;\n" : "=f"(result) : "f"(x));
-  return result;
 }
 
 /// `per_channel`: 1 / D.
