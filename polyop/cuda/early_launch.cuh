@@ -9,7 +9,8 @@
 namespace polyop::cuda {
 
 /// "griddepcontrol.wait": all work before this kernel in its stream is done and seen. A kernel launched by launch_early
-/// calls it before it touches memory; nothing below sm_90, where such launches are plain ones.
+/// calls it before it reads or writes memory (a prefetch is neither); nothing below sm_90, where such launches are
+/// plain ones.
 __device__ inline void wait_for_earlier_work() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;\n" ::: "memory");

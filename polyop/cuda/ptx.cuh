@@ -141,7 +141,7 @@ __device__ inline float reciprocal_root(float x) {
 /// "fence" .acq_rel at device scope.
 __device__ inline void fence_device() { asm volatile("fence.acq_rel.gpu;\n" ::: "memory"); }
 
-/// "atom" with .release at device scope: the same, but what others wrote is seen behind a fence_device only.
+/// fetch_add with .release alone: what others wrote is seen behind a fence_device only.
 __device__ inline uint32_t fetch_add_released(uint32_t* counter, uint32_t count) {
   uint32_t old;
   asm volatile("atom.release.gpu.global.add.u32 %0, [%1], %2;\n" : "=r"(old) : "l"(counter), "r"(count) : "memory");

@@ -140,6 +140,73 @@ def test_many_chunks_and_many_sequences():
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kv", [torch.bfloat16, torch.float8_e4m3fn], ids=["bf16", "fp8"])
+@pytest.mark.parametrize(
+    ("batch", "long_ones"), [(40, {7: 20000}), (300, {0: 9000, 299: 30000}), (4500, {2500: 50000})], ids=str
+)
+def test_long_sequences_among_short_ones(kernel, kv, batch, long_ones):
+    """Shares of equal cost cut the long ones anywhere; more sequences than threads, and than costs a block keeps. Each
+    sequence alone has the bits that it has in the batch."""
+    attend = ops.with_kernel("attention", kernel)
+    heads, width, page = 2, 64, 64
+    random = torch.Generator().manual_seed(batch)
+    lengths = torch.randint(0, 300, (batch,), generator=random).to(torch.int32)
+    for sequence, length in long_ones.items():
+        lengths[sequence] = length
+    pages = (lengths + page - 1) // page
+    table = torch.zeros(batch, int(pages.max()), dtype=torch.int32)
+    order = torch.randperm(int(pages.sum()), generator=random).to(torch.int32)
+    ends = pages.cumsum(0)
+    for b in range(batch):
+        table[b, : pages[b]] = order[ends[b] - pages[b] : ends[b]]
+    table, lengths = table.to(DEVICE), lengths.to(DEVICE)
+    pool = torch.randn(2, len(order), page, heads, width, device=DEVICE, dtype=torch.bfloat16).to(kv)
+    q = torch.randn(batch, 8, width, device=DEVICE, dtype=torch.bfloat16)
+    offsets = torch.arange(batch + 1, device=DEVICE, dtype=torch.int32)
+    try:
+        out = attend(q, pool[0], pool[1], query_offsets=offsets, kv_lengths=lengths, page_table=table)
+    except NotImplementedError as error:
+        pytest.skip(str(error))
+    for b in sorted({*long_ones, 0, 1, 31, 39, batch // 2, batch - 2, batch - 1}):
+        alone = attend(
+            q[b : b + 1],
+            pool[0],
+            pool[1],
+            query_offsets=offsets[:2],
+            kv_lengths=lengths[b : b + 1],
+            page_table=table[b : b + 1],
+        )
+        assert torch.equal(alone[0], out[b]), b
+        if lengths[b] == 0:
+            assert bool((out[b] == 0).all())
+            continue
+        keys, values = (plane[table[b, : pages[b]].long()].flatten(0, 1)[: int(lengths[b])].float() for plane in pool)
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            q[b].float()[:, None], keys.transpose(0, 1), values.transpose(0, 1), enable_gqa=True
+        )
+        assert_within_bound(out[b].float().cpu(), expected[:, 0].cpu(), 2e-2, f"{kernel}: sequence {b}")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_millions_of_row_tiles_under_a_large_capacity(kernel):
+    """Rows x chunks of the capacity exceed 2^29: the host plans without them."""
+    rows, heads, width, page = 131072, 128, 64, 64
+    q = torch.ones(rows, heads, width, device=DEVICE, dtype=torch.bfloat16)
+    pool = torch.randn(2, 1, page, 1, width, device=DEVICE).to(torch.float8_e4m3fn)
+    arguments = {
+        "query_offsets": torch.tensor([0, rows], device=DEVICE, dtype=torch.int32),
+        "kv_lengths": torch.tensor([1], device=DEVICE, dtype=torch.int32),
+        "page_table": torch.zeros(1, 1100, device=DEVICE, dtype=torch.int32),
+        "causal": "none",
+    }
+    try:
+        out = ops.with_kernel("attention", kernel)(q, pool[0], pool[1], **arguments)
+    except NotImplementedError as error:
+        pytest.skip(str(error))
+    assert torch.equal(out, pool[1, 0, 0, 0].to(torch.bfloat16).expand_as(out))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_blocks_that_walk_many_items(kernel):
     """Enough rows for several items a block: each sequence alone has the bits that it has in the batch."""
     attend = ops.with_kernel("attention", kernel)

@@ -17,19 +17,20 @@ namespace polyop::cuda {
 namespace {
 
 constexpr int kWideRows = 64;
-constexpr int64_t kMostCost = int64_t{1} << 29;              // of all items; see ItemShare
+constexpr int64_t kMostCost = int64_t{1} << 29;              // of all items, and their number: half of 32 bits
 constexpr int64_t kMostWideScratchBytes = int64_t{1} << 31;  // above, sequences of many rows are not split
 
 struct HostPlan {
   SplitPlan plan;
-  SplitScratch scratch;  // counts only
+  SplitScratch scratch;    // counts only
+  int64_t most_items = 0;  // of a team
   int64_t narrow_floats = 0;
   int64_t wide_slots = 0;
   int num_blocks = 0;
 };
 
-/// Blocks side by side that read heads of the same keys: of the divisors of Hkv up to eight the one whose teams leave
-/// the fewest blocks idle, of equal ones the largest.
+/// Blocks side by side that read heads of the same keys: the largest divisor of Hkv up to eight whose teams leave
+/// hardly more blocks idle than those of a smaller one.
 int32_t team_of(int64_t num_kv_heads, int num_blocks) {
   int32_t best = 1;
   for (int32_t team = 2; team <= std::min(8, num_blocks); ++team) {
@@ -44,12 +45,11 @@ HostPlan make_plan(const AttentionProblem& p, const SplitResources& resources) {
   plan.group_size = static_cast<int32_t>(p.group_size());
   plan.narrow_rows = p.head_dim <= 128 ? 16 : 8;
   plan.rows_per_tile = p.head_dim <= kWidestHeadDim ? kWideRows : plan.narrow_rows;
-  plan.target_items = resources.num_blocks;
   plan.wide_target_items = device_numbers().num_multiprocessors;
   const auto heads = p.num_kv_heads;
   plan.team = team_of(heads, resources.num_blocks);
   plan.head_groups = static_cast<int32_t>(heads) / plan.team;
-  plan.most_chunks = static_cast<int32_t>(std::min<int64_t>(kMostChunks, divide_up64(plan.target_items, heads)));
+  plan.most_chunks = static_cast<int32_t>(std::min<int64_t>(kMostChunks, divide_up64(resources.num_blocks, heads)));
   plan.round_shift = std::countr_zero(static_cast<uint32_t>(resources.round_keys));
   plan.by_group_size = FixedDivisor(plan.group_size);
   plan.by_most_chunks = FixedDivisor(plan.most_chunks);
@@ -57,16 +57,22 @@ HostPlan make_plan(const AttentionProblem& p, const SplitResources& resources) {
   const int64_t rows = p.num_query_rows * plan.group_size;
   const int64_t most_chunks =
       std::max<int64_t>(1, std::min<int64_t>(plan.most_chunks, divide_up64(p.kv_capacity, kLeastChunk)));
-  const int64_t most_items = (rows / kLeastTileRows + p.num_sequences) * plan.head_groups * most_chunks;  // of a team
+  const int64_t most_tiles = (rows / kLeastTileRows + p.num_sequences) * plan.head_groups;  // of a team
+  // A sequence of several row tiles has wide_target_items, and what its last chunks have too much.
+  host.most_items = std::min(most_tiles * most_chunks,
+                             most_tiles + p.num_sequences * (plan.head_groups * most_chunks + plan.wide_target_items));
   const int64_t most_rounds = std::max<int64_t>(most_chunks * 2, divide_up64(p.kv_capacity, resources.round_keys));
-  while ((most_items / most_chunks * (most_rounds >> plan.cost_shift)) + most_items > kMostCost) ++plan.cost_shift;
-  const int64_t num_teams = std::clamp<int64_t>(most_items, 1, std::max(1, resources.num_blocks / plan.team));
+  while (plan.cost_shift < 31 && host.most_items + most_tiles * (most_rounds >> plan.cost_shift) > kMostCost)
+    ++plan.cost_shift;
+  const int64_t num_teams = std::clamp<int64_t>(host.most_items, 1, std::max(1, resources.num_blocks / plan.team));
   host.num_blocks = static_cast<int>(num_teams * plan.team);
   SplitScratch& scratch = host.scratch;
   const int64_t most_rows = p.query_form == AttentionQueryForm::kPadded ? p.padded_query_length : p.num_query_rows;
   const int64_t tile_rows = std::min<int64_t>(plan.narrow_rows, most_rows * plan.group_size);
   scratch.narrow_rows = static_cast<int32_t>((tile_rows + 1) / 2 * 2);  // parts are 16-byte aligned
-  scratch.most_leading = static_cast<int32_t>(most_chunks);
+  // Items of one sequence cost the same; of several a block may have all chunks but one of a cheap tile.
+  const int64_t leading = p.num_sequences == 1 ? divide_up64(host.most_items, num_teams) : most_chunks;
+  scratch.most_leading = static_cast<int32_t>(std::min(most_chunks, leading));
   const int64_t parts = host.num_blocks * (int64_t{scratch.most_leading} + 1);
   host.narrow_floats = parts * scratch.narrow_rows * (p.head_dim + 2);
 
@@ -88,9 +94,10 @@ HostPlan make_plan(const AttentionProblem& p, const SplitResources& resources) {
 }
 
 /// What most sequences have, by the average: lengths are known on the device only.
-RowKind main_kind(const AttentionProblem& p) {
+RowKind main_kind(const AttentionProblem& p, const SplitPlan& plan) {
   const int64_t rows = divide_up64(p.num_query_rows, std::max<int64_t>(1, p.num_sequences)) * p.group_size();
-  return rows <= 8 ? RowKind::kEight : rows <= 16 ? RowKind::kSixteen : RowKind::kWide;
+  if (rows <= 8 || plan.rows_per_tile == 8) return RowKind::kEight;
+  return rows <= plan.narrow_rows ? RowKind::kSixteen : RowKind::kWide;
 }
 
 /// q and k of the same 16-bit type compute in it; 8-bit caches in f16.
@@ -137,6 +144,7 @@ Status supports_split_kv(const AttentionProblem& p) {
   AccessWidth q;
   q.address(p.q.data).distance(p.q.outer_stride * 2).distance(p.q.row_stride * 2).distance(p.q.head_stride * 2);
   if (q.widest() < 4) return unsupported("heads of q are not 4-byte aligned");
+  if (make_plan(p, resources_for(p)).most_items > kMostCost) return unsupported("more than 2^29 chunks of row tiles");
   return Status::ok();
 }
 
@@ -149,7 +157,7 @@ Status split_kv(const AttentionProblem& problem, Workspace workspace, Stream str
   if (problem.num_query_rows * problem.num_query_heads == 0) return Status::ok();
   const SplitResources resources = resources_for(problem);
   if (resources.num_blocks == 0)
-    return unsupported("attention: cuda_split_kv: too little shared memory for two stages");
+    return unsupported("attention: cuda_split_kv: too little shared memory for the stages");
   HostPlan host = make_plan(problem, resources);
   host.scratch.semaphores = semaphores(workspace);
   host.scratch.narrow = static_cast<float*>(scratch(workspace));
@@ -157,7 +165,7 @@ Status split_kv(const AttentionProblem& problem, Workspace workspace, Stream str
   host.scratch.wide_sums = reinterpret_cast<float2*>(host.scratch.wide + host.wide_slots * problem.head_dim);
   return visit_types(problem, [&]<class Compute, class Kv>() {
     return visit_values<64, 80, 96, 128, 192, 256>(problem.head_dim, [&]<int kHeadDim>() {
-      return launch_split_kv<Compute, Kv, kHeadDim>(problem, host.plan, host.scratch, main_kind(problem),
+      return launch_split_kv<Compute, Kv, kHeadDim>(problem, host.plan, host.scratch, main_kind(problem, host.plan),
                                                     host.num_blocks, resources.shared_bytes, stream);
     });
   });

@@ -11,8 +11,8 @@
 //           rows a warp, and the warps meet at every 64 keys (split_wide.cuh). A tile that blocks share is finished by
 //           the one that is last (a semaphore, zero again afterwards). One kernel for each kind of rows: the host picks
 //           by the average, each takes all
-// Memory    global: k and v once for each row tile; parts only of tiles that blocks share, 4 x rows x (D + 2) x 4 bytes
-//           for each chunk that stands alone · shared: stages x 128 rows of D + 32 D x 4 for the meeting of the warps
+// Memory    global: k and v once for each row tile; parts only of tiles that blocks share, rows x (D + 2) x 4 bytes
+//           for each chunk that stands alone · shared: stages x 128 or 256 rows of D, 32 D x 4 to meet in
 // Roofline  bandwidth-bound while G S stays under the ridge, about 200 FLOP per byte of k and v on H200: 4 G S / (2
 //           bytes of dtype) < 200, so up to 100 G S rows in 16 bits; target 92% of a copy once k and v exceed 256 MB
 //           (docs/performance.md)
@@ -49,7 +49,7 @@ struct SplitShared {
 template <int kHeadDim>
 inline constexpr int kBlocksPerMultiprocessor = kHeadDim <= 192 ? 2 : 1;
 
-/// Most rows of a wide item's head size: above, the sums of a lane exceed its registers and all items are narrow.
+/// Largest head size with wide tiles: above, the sums of a lane exceed its registers and all tiles are narrow.
 inline constexpr int kWidestHeadDim = 192;
 
 /// Groups of eight rows of a narrow tile.
@@ -66,6 +66,7 @@ struct SplitResources {
 template <class Kv, int kHeadDim>
 SplitResources split_resources() {
   using Shared = SplitShared<Kv, kHeadDim>;
+  static_assert(SplitRing<Kv, kHeadDim>::kNumStages + 3 <= WorkQueue::kSlots);
   constexpr int kReservedBytes = 1024;  // of each block, by the runtime
   const DeviceNumbers& device = device_numbers();
   for (int blocks = kBlocksPerMultiprocessor<kHeadDim>; blocks > 0; --blocks) {
@@ -176,7 +177,8 @@ __device__ inline void prefetch_first_reads(const SplitCall& call) {
       prefetch_lines(p.kv_offsets, p.num_sequences + 1);
       break;
     case 2:
-      prefetch_lines(p.page_table, p.num_sequences * p.page_table_stride);
+      if (p.page_size > 0)
+        prefetch_lines(p.page_table, (p.num_sequences - 1) * p.page_table_stride + p.kv_capacity / p.page_size);
       break;
     default:
       if (lane == 0) prefetch_line(p.q.data);
@@ -208,7 +210,8 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksPerMultiprocessor<kHeadD
   queue.start(p, plan, flags, start->sums, start->kept, start->kMostKept);
   __syncthreads();  // the queue to all
   constexpr int kGroups = kMain == RowKind::kEight ? 1 : kMostGroups<kHeadDim>;
-  const bool is_mixed = kMain == RowKind::kWide ? queue.least_rows <= plan.narrow_rows : queue.most_rows > 8 * kGroups;
+  const bool is_mixed = kMain == RowKind::kWide ? queue.least_rows <= plan.narrow_rows
+                                                : kHeadDim <= kWidestHeadDim && queue.most_rows > 8 * kGroups;
   if (is_mixed) {
     const SplitBlock<Kv, kHeadDim> copy = block;  // what a call may see lies in memory
     run_mixed<Compute>(copy);

@@ -20,7 +20,7 @@ Status launch_split_kv(const AttentionProblem& p, const SplitPlan& plan, const S
   if constexpr (kHeadDim <= kWidestHeadDim) {
     if (main == RowKind::kWide) return launch(split_kv_kernel<Compute, Kv, kHeadDim, RowKind::kWide>);
   }
-  if constexpr (kMostGroups < kHeadDim >> 1) {
+  if constexpr (kMostGroups<kHeadDim> == 2) {
     if (main == RowKind::kSixteen) return launch(split_kv_kernel<Compute, Kv, kHeadDim, RowKind::kSixteen>);
   }
   return launch(split_kv_kernel<Compute, Kv, kHeadDim, RowKind::kEight>);

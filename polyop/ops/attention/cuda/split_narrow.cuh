@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "polyop/ops/attention/cuda/row_products.cuh"
 #include "polyop/ops/attention/cuda/split_parts.cuh"
@@ -130,12 +129,13 @@ class NarrowRows {
             }
           }
 #pragma unroll
-          for (int block = slice * kBlocks / kSlices; block < (slice + 1) * kBlocks / kSlices; ++block) {
+          for (int in_slice = 0; in_slice < kBlocks / kSlices; ++in_slice) {
+            const int block = slice * (kBlocks / kSlices) + in_slice;
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-              shared_
-                  ->out[warp][2 * (lane % 4) + i % 2][Tile::block_channel(block, i / 2) - slice * Shared::kChannels] =
-                  sums.out[group][block][i];
+            for (int i = 0; i < 4; ++i) {
+              const int channel = Tile::block_channel(block, i / 2) - slice * Shared::kChannels;
+              shared_->out[warp][2 * (lane % 4) + i % 2][channel] = sums.out[group][block][i];
+            }
           }
         }
         __syncthreads();  // sums of all warps

@@ -1,5 +1,5 @@
 // How split_kv cuts a sequence: row tiles x kv heads x chunks of keys. Every number depends on the sequence alone (and
-// on the device), so that its bits do not depend on its neighbours.
+// on the device), so that its bits do not depend on its neighbours, as long as there are semaphores for all tiles.
 #pragma once
 
 #include <cstdint>
@@ -33,8 +33,7 @@ struct SplitPlan {
   int32_t cost_shift = 0;      // costs count 2^cost_shift rounds, so that those of all items fit 32 bits
   FixedDivisor by_group_size;
   FixedDivisor by_most_chunks;
-  int32_t target_items = 264;       // row tiles x kv heads x chunks of one sequence that fill the device
-  int32_t wide_target_items = 132;  // of wide tiles, whose parts are large
+  int32_t wide_target_items = 132;  // of a sequence with several row tiles, whose parts are large
   int64_t row_bytes = 0;            // between rows of k, and of v
   int64_t page_bytes = 0;           // between pages
   uint32_t page_size = 0;           // R; 0: k and v are not paged
@@ -74,7 +73,7 @@ __device__ inline SequenceItems read_items(const AttentionProblem& p, const Spli
   s.num_rows = g.allotted * plan.group_size;
   if (s.num_rows == 0) return s;
   if (g.query_rows > 0) s.seen = {g.visible(p, 0).begin, max(g.visible(p, g.query_rows - 1).end, 0)};
-  const int32_t rounds = max(g.kv_length + (1 << plan.round_shift) - 1 >> plan.round_shift, 1);
+  const int32_t rounds = max((g.kv_length + (1 << plan.round_shift) - 1) >> plan.round_shift, 1);
   int32_t chunk_rounds = plan.by_most_chunks.quotient_up(rounds, plan.most_chunks);
   s.tile_rows = plan.narrow_rows;
   s.num_tiles = 1;

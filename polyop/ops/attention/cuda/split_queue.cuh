@@ -109,7 +109,8 @@ struct QueueStart {
 /// The block's segments in their order, in shared memory: one thread, the finder, finds them some time before they are
 /// used.
 struct WorkQueue {
-  static constexpr int kSlots = 16;  // more than the stages of any ring, each of which may be a segment
+  /// More than the stages of any ring, each of which may be a segment, and three.
+  static constexpr int kSlots = 16;
 
   SplitWork slots[kSlots];
   ItemShare<int32_t> share;
@@ -157,7 +158,7 @@ struct WorkQueue {
     __syncthreads();  // sums and costs of all warps
     const SequenceSums all = SequenceSums::of_warps(sums);
     ItemShare<int32_t> own_share;
-    own_share.num_sequences = all.fit ? num_sequences : 0;
+    own_share.sequence = own_share.num_sequences = all.fit ? num_sequences : 0;
     const int32_t total = all.fit ? all.cost : 0;
     // Few items go to the first teams, whose blocks have a multiprocessor each; whole items where all cost the same, so
     // that fewer tiles are shared.
@@ -166,7 +167,7 @@ struct WorkQueue {
     own_share.share = max(((is_even ? all.count : total) + used - 1) / used, 1) * (is_even ? all.most_cost : 1);
     own_share.begin = static_cast<int32_t>(blockIdx.x) / plan.team * own_share.share;
     own_share.end = min(own_share.begin + own_share.share, total);
-    const bool is_empty = own_share.begin >= own_share.end;
+    const bool is_empty = !all.fit || own_share.begin >= own_share.end;
     if (!is_empty) {
       find_cost(
           own_share.begin, num_sequences,
@@ -178,7 +179,7 @@ struct WorkQueue {
     }
     const int32_t who = own_share.sequence % (32 * kWarps);  // it has read the first sequence
     if (thread != who) return;
-    if (num_sequences > 32 * kWarps) items = read_items(p, plan, own_share.sequence, flags);
+    if (num_sequences > 32 * kWarps && !is_empty) items = read_items(p, plan, own_share.sequence, flags);
     share = own_share;
     finder = who;
     found = rounds_ahead = 0;
