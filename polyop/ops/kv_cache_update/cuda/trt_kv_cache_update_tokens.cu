@@ -5,8 +5,10 @@
 // Work      a block copies kVectorsPerBlock vectors of neighbouring rows of one head, heads beyond the grid's second
 //           extent in turns; dense caches are rows of one head
 // Memory    each byte of the cache read once and written once; in place: nothing
-// Roofline  bandwidth; 95 % of cudaMemcpyAsync's from 134 MB on, which in a graph takes half again as long from 512 MB
-// on Numerics  copied bits Limits    those of the update, see supports_store_tokens
+// Roofline  bandwidth; 95 % of cudaMemcpyAsync's from 134 MB on, whose node in a graph takes half as long again from
+//           512 MB on
+// Numerics  copied bits
+// Limits    those of the update, see supports_store_tokens
 #include <cuda_runtime.h>
 
 #include <algorithm>
