@@ -139,8 +139,26 @@ def test_many_chunks_and_many_sequences():
     check_every_kernel(AttentionCase(lengths, [1] * 90, head_dim=64, num_kv_heads=1, group=2))
 
 
+def assert_same_alone(attend, q, pool, table, lengths, out, b, what):
+    """Sequence b of a decode batch over pool [2, P, R, Hkv, D]: alone it has the bits of out[b], and they are right."""
+    one = torch.tensor([0, 1], device=DEVICE, dtype=torch.int32)
+    own = slice(b, b + 1)
+    alone = attend(q[own], pool[0], pool[1], query_offsets=one, kv_lengths=lengths[own], page_table=table[own])
+    assert torch.equal(alone[0], out[b]), what
+    length = int(lengths[b])
+    if length == 0:
+        assert bool((out[b] == 0).all()), what
+        return
+    pages = table[b, : -(-length // pool.shape[2])].long()
+    keys, values = (plane[pages].flatten(0, 1)[:length].float() for plane in pool)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q[b].float()[:, None], keys.transpose(0, 1), values.transpose(0, 1), enable_gqa=True
+    )
+    assert_within_bound(out[b].float().cpu(), expected[:, 0].cpu(), 2e-2, what)
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("kv", [torch.bfloat16, torch.float8_e4m3fn], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("kv", [torch.bfloat16, F8], ids=["bf16", "fp8"])
 @pytest.mark.parametrize(
     ("batch", "long_ones"), [(40, {7: 20000}), (300, {0: 9000, 299: 30000}), (4500, {2500: 50000})], ids=str
 )
@@ -168,23 +186,7 @@ def test_long_sequences_among_short_ones(kernel, kv, batch, long_ones):
     except NotImplementedError as error:
         pytest.skip(str(error))
     for b in sorted({*long_ones, 0, 1, 31, 39, batch // 2, batch - 2, batch - 1}):
-        alone = attend(
-            q[b : b + 1],
-            pool[0],
-            pool[1],
-            query_offsets=offsets[:2],
-            kv_lengths=lengths[b : b + 1],
-            page_table=table[b : b + 1],
-        )
-        assert torch.equal(alone[0], out[b]), b
-        if lengths[b] == 0:
-            assert bool((out[b] == 0).all())
-            continue
-        keys, values = (plane[table[b, : pages[b]].long()].flatten(0, 1)[: int(lengths[b])].float() for plane in pool)
-        expected = torch.nn.functional.scaled_dot_product_attention(
-            q[b].float()[:, None], keys.transpose(0, 1), values.transpose(0, 1), enable_gqa=True
-        )
-        assert_within_bound(out[b].float().cpu(), expected[:, 0].cpu(), 2e-2, f"{kernel}: sequence {b}")
+        assert_same_alone(attend, q, pool, table, lengths, out, b, f"{kernel}: sequence {b}")
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -192,7 +194,7 @@ def test_millions_of_row_tiles_under_a_large_capacity(kernel):
     """Rows x chunks of the capacity exceed 2^29: the host plans without them."""
     rows, heads, width, page = 131072, 128, 64, 64
     q = torch.ones(rows, heads, width, device=DEVICE, dtype=torch.bfloat16)
-    pool = torch.randn(2, 1, page, 1, width, device=DEVICE).to(torch.float8_e4m3fn)
+    pool = torch.randn(2, 1, page, 1, width, device=DEVICE).to(F8)
     arguments = {
         "query_offsets": torch.tensor([0, rows], device=DEVICE, dtype=torch.int32),
         "kv_lengths": torch.tensor([1], device=DEVICE, dtype=torch.int32),
@@ -221,17 +223,4 @@ def test_blocks_that_walk_many_items(kernel):
     except NotImplementedError as error:
         pytest.skip(str(error))
     for b in range(0, batch, 5):
-        alone = attend(
-            q[b : b + 1],
-            pool[0],
-            pool[1],
-            query_offsets=offsets[:2],
-            kv_lengths=lengths[b : b + 1],
-            page_table=table[b : b + 1],
-        )
-        assert torch.equal(alone[0], out[b])
-        keys, values = (plane[table[b].long()].flatten(0, 1)[: int(lengths[b])].float() for plane in pool)
-        expected = torch.nn.functional.scaled_dot_product_attention(
-            q[b].float()[:, None], keys.transpose(0, 1), values.transpose(0, 1), enable_gqa=True
-        )
-        assert_within_bound(out[b].float().cpu(), expected[:, 0].cpu(), 2e-2, f"{kernel}: sequence {b}")
+        assert_same_alone(attend, q, pool, table, lengths, out, b, f"{kernel}: sequence {b}")

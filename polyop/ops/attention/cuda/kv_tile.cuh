@@ -47,7 +47,8 @@ struct KvTile {
   static constexpr int kRowUnits = kHeadDim * static_cast<int>(sizeof(Kv)) / 16;
   static constexpr int kRowBytes = kRowUnits * 16;
   static constexpr int kBytes = 16 * kRowBytes;
-  static constexpr int kSteps = kHeadDim / 16;  // of 16 channels
+  static constexpr int kPairBytes = 2 * kBytes;  // k, then v
+  static constexpr int kSteps = kHeadDim / 16;   // of 16 channels
 
   /// 8-bit caches: one load brings two steps of 16 channels.
   static constexpr int kStepsPerLoad = kIsByte<Kv> ? 2 : 1;

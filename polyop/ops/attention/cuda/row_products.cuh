@@ -128,7 +128,7 @@ class RowProducts {
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         uint32_t a[4 * Tile::kStepsPerLoad];
-        Tile::load_values(tiles + tile * 2 * Tile::kBytes + Tile::kBytes, block, a);
+        Tile::load_values(tiles + tile * Tile::kPairBytes + Tile::kBytes, block, a);
 #pragma unroll
         for (int inner = 0; inner < Tile::kStepsPerLoad; ++inner) {
           if (block + inner >= kBlocks) break;
@@ -151,9 +151,7 @@ class RowProducts {
   __device__ void load_queries() {
     const AttentionProblem& p = call_.p;
     const int lane = threadIdx.x % 32;
-    const float k_scale =
-        p.k_scale.data == nullptr ? 1.0f : __ldg(p.k_scale.data + rows_.kv_head * p.k_scale.head_stride);
-    const float scale = p.scale * k_scale * kLog2E;
+    const float scale = call_.score_scale(rows_.kv_head);
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
       const int32_t row = rows_.row_begin + group * 8 + lane / 4;
@@ -252,7 +250,7 @@ class RowProducts {
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         uint32_t a[4 * Tile::kStepsPerLoad];
-        Tile::load_keys(tiles + tile * 2 * Tile::kBytes, step, a);
+        Tile::load_keys(tiles + tile * Tile::kPairBytes, step, a);
 #pragma unroll
         for (int inner = 0; inner < Tile::kStepsPerLoad; ++inner) {
           if (step + inner >= kSteps) break;

@@ -59,6 +59,12 @@ struct AttentionCall {
     return int64_t{kv_head} * group_size + row % group_size;
   }
 
+  /// What q k^T is multiplied by to become a score in base 2.
+  [[nodiscard]] __device__ float score_scale(int32_t kv_head) const {
+    const float k_scale = p.k_scale.data == nullptr ? 1.0f : __ldg(p.k_scale.data + kv_head * p.k_scale.head_stride);
+    return p.scale * k_scale * kLog2E;
+  }
+
   __device__ void store_lse(const SequenceGeometry& g, int32_t query_row, int64_t head, float value) const {
     if (p.lse.data != nullptr) static_cast<float*>(p.lse.data)[row_offset(p, p.lse, g, query_row, head)] = value;
   }

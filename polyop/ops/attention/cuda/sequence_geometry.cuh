@@ -23,10 +23,6 @@ inline AttentionFlags attention_flags() {
           .page_table = error_flag("attention: page_table")};
 }
 
-__device__ inline void raise(ErrorFlag flag) {
-  if (flag != nullptr) *flag = 1;
-}
-
 struct KeyRange {
   int32_t begin = 0;
   int32_t end = 0;
@@ -79,7 +75,7 @@ __device__ inline int32_t sequences_with_rows(const AttentionProblem& p, const A
     fit &= rows_fit(p, sequence, __ldg(p.query_offsets + sequence), __ldg(p.query_offsets + sequence + 1));
   }
   if (__all_sync(0xffffffffu, fit)) return num_sequences;
-  raise(flags.query_offsets);
+  raise_flag(flags.query_offsets);
   return 0;
 }
 
@@ -103,7 +99,7 @@ __device__ inline SequenceGeometry read_geometry(const AttentionProblem& p, int3
       g.allotted = g.query_rows = end - begin;
     }
     if (!g.fits || g.allotted > p.most_rows) {
-      raise(flags.query_offsets);
+      raise_flag(flags.query_offsets);
       g.query_rows = 0;
     }
   } else {
@@ -115,7 +111,7 @@ __device__ inline SequenceGeometry read_geometry(const AttentionProblem& p, int3
     const int32_t begin = __ldg(p.kv_offsets + sequence);
     const int32_t end = __ldg(p.kv_offsets + sequence + 1);
     if (begin < 0 || end < begin || end > p.kv_capacity || end - begin > p.most_keys) {
-      raise(flags.kv_offsets);
+      raise_flag(flags.kv_offsets);
     } else {
       g.kv_begin = begin;
       g.kv_length = end - begin;
@@ -124,7 +120,7 @@ __device__ inline SequenceGeometry read_geometry(const AttentionProblem& p, int3
     const auto capacity = static_cast<int32_t>(p.kv_capacity);
     g.kv_length = p.kv_lengths != nullptr ? __ldg(p.kv_lengths + sequence) : capacity;
     if (g.kv_length < 0 || g.kv_length > capacity) {
-      raise(flags.kv_lengths);
+      raise_flag(flags.kv_lengths);
       g.kv_length = g.kv_length < 0 ? 0 : capacity;
     }
   }
@@ -148,7 +144,7 @@ __device__ inline int64_t key_offset_in_page(const AttentionProblem& p, const He
   if (p.kv_form == AttentionKvForm::kPadded) return g.sequence * rows.outer_stride + key * rows.row_stride;
   if (p.kv_form == AttentionKvForm::kPacked) return (int64_t{g.kv_begin} + key) * rows.row_stride;
   if (page < 0 || page >= p.num_pages) {
-    raise(page_flag);
+    raise_flag(page_flag);
     return -1;
   }
   const auto page_size = static_cast<uint32_t>(p.page_size);

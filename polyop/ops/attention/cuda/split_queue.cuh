@@ -31,9 +31,7 @@ struct SplitWork {
 
   /// Whether the block has all chunks from the tile's first one on, and joins them itself.
   [[nodiscard]] __device__ bool joins_chunks() const { return segment.chunk_begin == 0; }
-  [[nodiscard]] __device__ bool has_tile() const {
-    return segment.chunk_begin == 0 && segment.chunk_end == sequence.num_chunks;
-  }
+  [[nodiscard]] __device__ bool has_tile() const { return joins_chunks() && segment.chunk_end == sequence.num_chunks; }
   /// Rows of the tile.
   [[nodiscard]] __device__ int32_t num_rows() const {
     return min(sequence.tile_rows, sequence.num_rows - segment.row_begin);

@@ -35,11 +35,10 @@ template <class Kv, int kHeadDim>
 class SplitRing {
  public:
   using Tile = KvTile<Kv, kHeadDim>;
-  static constexpr int kTileBytes = 2 * Tile::kBytes;  // k, then v
   /// Tiles of a warp in a round: small ones come in pairs, so that what a round costs beside its products is shared.
-  static constexpr int kTiles = kTileBytes <= 4096 ? 2 : 1;
+  static constexpr int kTiles = Tile::kPairBytes <= 4096 ? 2 : 1;
   static constexpr int kKeysPerRound = kWarps * kTiles * kKeysPerTile;
-  static constexpr int kStageBytes = kTiles * kTileBytes;  // of one warp
+  static constexpr int kStageBytes = kTiles * Tile::kPairBytes;  // of one warp
   /// Rounds on their way, 64 KB of a block. More bring no more bandwidth, and every other access waits behind them.
   static constexpr int kNumStages = std::clamp((64 * 1024 + kWarps * kStageBytes / 2) / (kWarps * kStageBytes), 2, 8);
 
@@ -64,7 +63,7 @@ class SplitRing {
   /// Address of the k tile of number `index` in the stage that is multiplied next, kTiles for each warp; its v tile is
   /// Tile::kBytes behind.
   [[nodiscard]] __device__ uint32_t tile(int index) const {
-    return stages_ + at_.read_stage * (kWarps * kStageBytes) + index * kTileBytes;
+    return stages_ + at_.read_stage * (kWarps * kStageBytes) + index * Tile::kPairBytes;
   }
 
   /// Returns when this thread's copies of the next round have arrived.
@@ -89,11 +88,11 @@ class SplitRing {
       for (int t = 0; t < kTiles; ++t) {
         const int first_lane = kTiles == 1 ? at_.first_lane : t * kKeysPerTile;
         if ((invalid >> first_lane & 0xffffu) != 0) {
-          copy_rows<false>(valid ? offset : -1, first_lane, tile + t * kTileBytes);
+          copy_rows<false>(valid ? offset : -1, first_lane, tile + t * Tile::kPairBytes);
         } else if (plan_.tiles_are_dense) {
-          copy_tile(__shfl_sync(0xffffffffu, offset, first_lane), tile + t * kTileBytes);
+          copy_tile(__shfl_sync(0xffffffffu, offset, first_lane), tile + t * Tile::kPairBytes);
         } else {
-          copy_rows<true>(offset, first_lane, tile + t * kTileBytes);
+          copy_rows<true>(offset, first_lane, tile + t * Tile::kPairBytes);
         }
       }
       if (--at_.rounds_left == 0) {
@@ -148,7 +147,7 @@ class SplitRing {
     const auto key = static_cast<uint32_t>(at_.key);
     if (plan_.page_size == 0) return key * plan_.row_bytes;
     if (*valid && static_cast<uint32_t>(at_.page) >= plan_.num_pages) {
-      raise(flags_.page_table);
+      raise_flag(flags_.page_table);
       *valid = false;
     }
     const uint32_t row = plan_.page_shift >= 0 ? key & ((1u << plan_.page_shift) - 1) : key % plan_.page_size;

@@ -66,14 +66,13 @@ class WideRows {
   __device__ void load_rows() {
     const AttentionProblem& p = call_.p;
     const int lane = threadIdx.x % 32;
-    const float k_scale =
-        p.k_scale.data == nullptr ? 1.0f : __ldg(p.k_scale.data + segment_.kv_head * p.k_scale.head_stride);
+    const float scale = call_.score_scale(segment_.kv_head);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       row_[half] = segment_.row_begin + static_cast<int32_t>(threadIdx.x) / 32 * kRowsPerWarp + lane / 4 + half * 8;
       const int32_t query_row = row_[half] / call_.plan.group_size;
       begin_[half] = end_[half] = 0;
-      scale_[half] = p.scale * k_scale * kLog2E;
+      scale_[half] = scale;
       const bool attends = row_[half] < s_.num_rows && query_row < s_.geometry.query_rows;
       if (attends) {
         const KeyRange visible = s_.geometry.visible(p, query_row);

@@ -123,7 +123,7 @@ class WgmmaCopier {
     const uint32_t column = plan.page_shift >= 0 ? at >> plan.page_shift : at / plan.page_size;
     const auto page = static_cast<uint32_t>(__ldg(table + column));
     if (page >= plan.num_pages) {
-      raise(call_.flags.page_table);
+      raise_flag(call_.flags.page_table);
       return -1;
     }
     return page * plan.page_bytes + (at - column * plan.page_size) * plan.row_bytes;

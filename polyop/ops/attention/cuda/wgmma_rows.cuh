@@ -57,10 +57,7 @@ class WgmmaRows : WgmmaSums<T, kHeadDim> {
         memory_(memory),
         turns_(group),
         visibility_(call, walk, row(0)) {
-    const AttentionProblem& p = call_.p;
-    const float k_scale =
-        p.k_scale.data == nullptr ? 1.0f : __ldg(p.k_scale.data + segment().kv_head * p.k_scale.head_stride);
-    const float scale = p.scale * k_scale * kLog2E;
+    const float scale = call.score_scale(segment().kv_head);
     is_negative_ = scale < 0.0f;
     scale_ = fmaxf(fabsf(scale), 1e-35f);  // times the -inf of a hidden key it must not be NaN
     load_queries();
